@@ -1,0 +1,119 @@
+"""What a batch looks like to the ops: per-row buffers at fixed addresses, and the context the cut ops read.
+
+``BatchMetadata`` is one set of static buffers; ``ForwardContext`` is what an op with a ``layer_id`` looks up: the
+metadata and the caches of each layer. The context is made current, per thread and nested, with ``use_context``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+PAGE = 64
+
+
+@dataclass
+class BatchMetadata:
+    """Static per-row buffers of length N, the largest bucket; row t of the batch is element t of each.
+
+    input_ids: int64 [N]; positions: int64 [N], 0-based position in the request.
+    slots: int64 [N], row of the KV pools the token is stored at; 0 (the dummy slot) on pad rows.
+    kv_lens: int32 [N], how many tokens the row sees (position + 1); 0 on pad rows.
+    select_lens: int32 [N], min(kv_lens, index_topk); 1 on pad rows (they attend the dummy slot).
+    request_of_row: int32 [N]; 0 on pad rows.
+    page_table: int32 [max requests, max pages]; page p of request b holds its tokens 64p .. 64p+63.
+    num_rows_device: int32 [1], the valid row count, for captured code.
+    num_rows, num_requests, max_kv_len: the same and the longest kv length, as host ints; never read by captured code.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    kv_lens: torch.Tensor
+    select_lens: torch.Tensor
+    request_of_row: torch.Tensor
+    page_table: torch.Tensor
+    num_rows_device: torch.Tensor
+    index_topk: int
+    num_rows: int = 0
+    num_requests: int = 0
+    max_kv_len: int = 0
+
+    @classmethod
+    def allocate(
+        cls, max_rows: int, max_requests: int, max_pages: int, index_topk: int, device: torch.device | str
+    ) -> BatchMetadata:
+        """Zeroed buffers: an empty batch."""
+
+        def row(dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros(max_rows, dtype=dtype, device=device)
+
+        return cls(
+            input_ids=row(torch.int64),
+            positions=row(torch.int64),
+            slots=row(torch.int64),
+            kv_lens=row(torch.int32),
+            select_lens=torch.ones(max_rows, dtype=torch.int32, device=device),
+            request_of_row=row(torch.int32),
+            page_table=torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device),
+            num_rows_device=torch.zeros(1, dtype=torch.int32, device=device),
+            index_topk=index_topk,
+        )
+
+
+ROW_BUFFERS = ("input_ids", "positions", "slots", "kv_lens", "select_lens", "request_of_row")
+
+
+@dataclass
+class ForwardContext:
+    """What the ops with a ``layer_id`` find at run time.
+
+    metadata: the batch, or None (a dry run: such ops do no work, a top-k result is all -1).
+    index_k: layer id -> index-K cache, uint8 [pages, 8448]. latent_kv: layer id -> latent KV cache [slots, row].
+    kv_layout: byte layout of the latent KV caches (``bf16``, ``fp8_packed``, ``fp8``).
+    workspace_bytes: bound on the logits that exist at one time.
+    """
+
+    metadata: BatchMetadata | None
+    index_k: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    latent_kv: Mapping[int, torch.Tensor] = field(default_factory=dict)
+    kv_layout: str = "bf16"
+    workspace_bytes: int = 1 << 30
+
+    def tensor(self, name: str, layer_id: int | None = None) -> torch.Tensor:
+        """A row buffer or ``page_table`` of the metadata, or with ``layer_id`` the cache ``index_k``/``latent_kv``."""
+        if layer_id is not None:
+            caches = {"index_k": self.index_k, "latent_kv": self.latent_kv}[name]
+            if layer_id not in caches:
+                raise KeyError(f"layer_id: no {name} cache for layer {layer_id}, there are {sorted(caches)}")
+            return caches[layer_id]
+        if self.metadata is None:
+            raise RuntimeError(f"{name}: the current forward context has no batch metadata")
+        return getattr(self.metadata, name)
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[ForwardContext] = []
+
+
+_stack = _Stack()
+
+
+@contextmanager
+def use_context(context: ForwardContext) -> Iterator[ForwardContext]:
+    """Make ``context`` current in this thread inside the block; contexts nest."""
+    _stack.contexts.append(context)
+    try:
+        yield context
+    finally:
+        _stack.contexts.pop()
+
+
+def current_context() -> ForwardContext | None:
+    """The innermost current context of this thread, or None."""
+    return _stack.contexts[-1] if _stack.contexts else None
