@@ -117,3 +117,21 @@ def use_context(context: ForwardContext) -> Iterator[ForwardContext]:
 def current_context() -> ForwardContext | None:
     """The innermost current context of this thread, or None."""
     return _stack.contexts[-1] if _stack.contexts else None
+
+
+class ContextBind:
+    """What ``Op.decompose`` asks for, answered with the real tensors of ``context``: used by the eager bodies."""
+
+    def __init__(self, context: ForwardContext) -> None:
+        self._context = context
+
+    def __call__(
+        self, name: str, layer_id: int | None = None, rows_like: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The named tensor of the context; with ``rows_like`` its first rows, as many as that argument has."""
+        tensor = self._context.tensor(name, layer_id)
+        return tensor if rows_like is None else tensor[: rows_like.shape[0]]
+
+    def shape(self, argument: torch.Tensor) -> tuple[int, ...]:
+        """The shape of an argument of the op."""
+        return tuple(argument.shape)
