@@ -1,7 +1,8 @@
 """What a batch looks like to the ops: per-row buffers at fixed addresses, and the context the cut ops read.
 
-``BatchMetadata`` is one set of static buffers; ``ForwardContext`` is what an op with a ``layer_id`` looks up: the
-metadata and the caches of each layer. The context is made current, per thread and nested, with ``use_context``.
+``BatchMetadata`` is one set of static buffers; ``ForwardContext`` is what an op with a ``layer_id`` looks up:
+the metadata and the caches of each layer. The context is made current, per thread and nested, with
+``use_context``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ class BatchMetadata:
     request_of_row: int32 [N]; 0 on pad rows.
     page_table: int32 [max requests, max pages]; page p of request b holds its tokens 64p .. 64p+63.
     num_rows_device: int32 [1], the valid row count, for captured code.
-    num_rows, num_requests, max_kv_len: the same and the longest kv length, as host ints; never read by captured code.
+    num_rows, num_requests, max_kv_len: the same and the longest kv length, as host ints; never read by
+    captured code.
     """
 
     input_ids: torch.Tensor
@@ -73,7 +75,8 @@ class ForwardContext:
     """What the ops with a ``layer_id`` find at run time.
 
     metadata: the batch, or None (a dry run: such ops do no work, a top-k result is all -1).
-    index_k: layer id -> index-K cache, uint8 [pages, 8448]. latent_kv: layer id -> latent KV cache [slots, row].
+    index_k: layer id -> index-K cache, uint8 [pages, 8448]. latent_kv: layer id -> latent KV cache [slots,
+    row].
     kv_layout: byte layout of the latent KV caches (``bf16``, ``fp8_packed``, ``fp8``).
     workspace_bytes: bound on the logits that exist at one time.
     """
@@ -85,7 +88,7 @@ class ForwardContext:
     workspace_bytes: int = 1 << 30
 
     def tensor(self, name: str, layer_id: int | None = None) -> torch.Tensor:
-        """A row buffer or ``page_table`` of the metadata, or with ``layer_id`` the cache ``index_k``/``latent_kv``."""
+        """A metadata buffer, or with ``layer_id`` the cache ``index_k``/``latent_kv`` of that layer."""
         if layer_id is not None:
             caches = {"index_k": self.index_k, "latent_kv": self.latent_kv}[name]
             if layer_id not in caches:
@@ -120,7 +123,7 @@ def current_context() -> ForwardContext | None:
 
 
 class ContextBind:
-    """What ``Op.decompose`` asks for, answered with the real tensors of ``context``: used by the eager bodies."""
+    """What ``Op.decompose`` asks for, answered with the real tensors of ``context``, for eager bodies."""
 
     def __init__(self, context: ForwardContext) -> None:
         self._context = context
@@ -128,7 +131,7 @@ class ContextBind:
     def __call__(
         self, name: str, layer_id: int | None = None, rows_like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The named tensor of the context; with ``rows_like`` its first rows, as many as that argument has."""
+        """The named tensor of the context; with ``rows_like`` as many rows of it as that argument has."""
         tensor = self._context.tensor(name, layer_id)
         return tensor if rows_like is None else tensor[: rows_like.shape[0]]
 

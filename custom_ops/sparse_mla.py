@@ -20,15 +20,19 @@ GROUP = 128
 LAYOUTS = ("bf16", "fp8_packed", "fp8")
 
 
-def latent_rows(cache: torch.Tensor, slots: torch.Tensor, layout: str) -> torch.Tensor:
-    """Rows ``slots`` of a latent KV cache as float32 [n, 576], dequantised."""
-    rows = cache[slots.long()]
-    if layout != "fp8_packed":
-        return rows.float()
-    latent = rows[:, :LATENT].view(E4M3).float().unflatten(1, (-1, GROUP))
+def load_latent_rows(cache: torch.Tensor, slots: torch.Tensor, layout: str, into: torch.Tensor) -> None:
+    """Dequantise rows ``slots`` (int64 [n]) of a latent KV cache into ``into``, float32 [n, 576]."""
+    if layout == "bf16":
+        into.copy_(cache.index_select(0, slots))
+        return
+    rows = cache.view(torch.uint8).index_select(0, slots)
+    if layout == "fp8":
+        into.copy_(rows.view(E4M3))
+        return
     scales = rows[:, LATENT : LATENT + 16].contiguous().view(torch.float32)
-    rope = rows[:, LATENT + 16 :].contiguous().view(torch.bfloat16).float()
-    return torch.cat([(latent * scales.unsqueeze(2)).flatten(1), rope], dim=1)
+    into[:, :LATENT] = rows[:, :LATENT].view(E4M3)
+    into[:, :LATENT].unflatten(1, (-1, GROUP)).mul_(scales.unsqueeze(2))
+    into[:, LATENT:] = rows[:, LATENT + 16 :].contiguous().view(torch.bfloat16)
 
 
 def sparse_mla_reference(
@@ -44,19 +48,16 @@ def sparse_mla_reference(
 
     Row by row: a row costs what it selects, and its result cannot depend on the other rows or their number.
     """
+    scratch = torch.empty(topk.shape[1], ROW, dtype=torch.float32, device=q.device)
+    queries, chosen = q.float(), topk.long()
+    chosen[:, 0].clamp_(min=0)
     for row, length in enumerate(select_lens.tolist()):
-        chosen = topk[row, :length].clone()
-        if chosen.numel() == 0:
-            out[row] = 0
-            continue
-        chosen[:1].clamp_(min=0)
-        kv = latent_rows(cache, chosen.clamp(min=0), layout)
-        scores = (q[row].float() @ kv.T) * sm_scale
-        hidden = chosen < 0
-        # A masked token's row may hold anything, NaN included: weight zero is not enough.
-        kv = kv[:, :LATENT].masked_fill(hidden.unsqueeze(1), 0)
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        out[row] = weights @ kv
+        slots = chosen[row, :length]
+        slots = slots[slots >= 0]
+        kv = scratch[: slots.shape[0]]
+        load_latent_rows(cache, slots, layout, kv)
+        weights = torch.softmax((queries[row] @ kv.T) * sm_scale, dim=-1)
+        out[row] = weights @ kv[:, :LATENT]
 
 
 def _check(
