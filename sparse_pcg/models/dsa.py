@@ -1,0 +1,228 @@
+"""A DeepSeek-Sparse-Attention decoder: MLA with an indexer, dense and MoE MLPs.
+
+Written for ``torch.compile(fullgraph=True)``: what differs between layers is a tensor or the ``layer_id``
+of a composite operator, so that layers of one kind trace to the same graph. The operators find the caches
+and the batch in the forward context: run the model inside ``custom_ops.use_context(kv.context(metadata))``.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import custom_ops  # noqa: F401  (registers the operators)
+
+from .config import ModelConfig
+from .moe import DenseMLP, MoE, weight
+from .rope import cos_sin_cache
+
+
+def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
+    """x / sqrt(mean(x²) + eps) * gain over the last dim, in float32; returns x's dtype."""
+    wide = x.float()
+    scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
+    return (wide * scale * gain.float()).to(x.dtype)
+
+
+class Indexer(nn.Module):
+    """Weights of a layer's indexer, and its call."""
+
+    def __init__(
+        self, layer_id: int, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        heads, dim = config.index_n_heads, config.index_head_dim
+        self.layer_id = layer_id
+        self.config = config
+        self.wq_b = weight(heads * dim, config.q_lora_rank, dtype=dtype, device=device)
+        self.wk = weight(dim, config.hidden_size, dtype=dtype, device=device)
+        self.k_norm = weight(dim, dtype=torch.float32, device=device)
+        self.k_norm_bias = weight(dim, dtype=torch.float32, device=device)
+        self.weights_proj = weight(heads, config.hidden_size, dtype=dtype, device=device)
+
+    def forward(
+        self, x: torch.Tensor, q_lora: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
+    ) -> torch.Tensor:
+        """The selected slots of each row, int32 [T, index_topk], -1 where there are fewer."""
+        config = self.config
+        topk = torch.full((x.shape[0], config.index_topk), -1, dtype=torch.int32, device=x.device)
+        torch.ops.sparse_pcg.indexer_prefill(
+            self.layer_id,
+            x,
+            q_lora,
+            positions,
+            self.wq_b,
+            self.wk,
+            self.k_norm,
+            self.k_norm_bias,
+            self.weights_proj,
+            table,
+            config.index_norm_eps,
+            config.indexer_interleaved,
+            config.indexer_hadamard,
+            config.indexer_round_scale,
+            topk,
+        )
+        return topk
+
+
+class Attention(nn.Module):
+    """Absorbed multi-head latent attention over the tokens that the indexer selected.
+
+    w_kc [heads, nope, 512] and w_vc [heads, 512, v] are the two halves of the KV up-projection.
+    """
+
+    def __init__(
+        self, layer_id: int, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        heads, hidden, latent = config.num_heads, config.hidden_size, config.kv_lora_rank
+        self.layer_id = layer_id
+        self.config = config
+        self.split = (config.q_lora_rank, latent, config.qk_rope_head_dim)
+        self.qkv_a_proj = weight(sum(self.split), hidden, dtype=dtype, device=device)
+        self.q_a_norm = weight(config.q_lora_rank, dtype=dtype, device=device)
+        self.kv_a_norm = weight(latent, dtype=dtype, device=device)
+        self.q_b_proj = weight(heads * config.qk_head_dim, config.q_lora_rank, dtype=dtype, device=device)
+        self.w_kc = weight(heads, config.qk_nope_head_dim, latent, dtype=dtype, device=device)
+        self.w_vc = weight(heads, latent, config.v_head_dim, dtype=dtype, device=device)
+        self.o_proj = weight(hidden, heads * config.v_head_dim, dtype=dtype, device=device)
+        self.indexer = Indexer(layer_id, config, dtype, device) if config.has_indexer(layer_id) else None
+
+    def forward(
+        self, x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, topk: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [T, hidden]. topk: the selection of the layer before. Returns [T, hidden] and the selection
+        used.
+        """
+        config = self.config
+        q_lora, k_nope, k_rope = F.linear(x, self.qkv_a_proj).split(self.split, dim=1)
+        q_lora = rms_norm(q_lora, self.q_a_norm, config.rms_norm_eps)
+        k_nope = rms_norm(k_nope, self.kv_a_norm, config.rms_norm_eps)
+        q = F.linear(q_lora, self.q_b_proj).unflatten(1, (config.num_heads, config.qk_head_dim))
+        q_nope, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=2)
+        if self.indexer is not None:
+            topk = self.indexer(x, q_lora, positions, table)
+        assert topk is not None
+        out = torch.empty((x.shape[0], config.num_heads, config.v_head_dim), dtype=x.dtype, device=x.device)
+        torch.ops.sparse_pcg.mla_attention(
+            self.layer_id,
+            q_nope,
+            q_rope,
+            k_nope,
+            k_rope,
+            self.w_kc,
+            self.w_vc,
+            positions,
+            table,
+            config.rope_interleaved,
+            topk,
+            config.softmax_scale,
+            out,
+        )
+        return F.linear(out.flatten(1), self.o_proj), topk
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(
+        self, layer_id: int, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.eps = config.rms_norm_eps
+        self.input_norm = weight(config.hidden_size, dtype=dtype, device=device)
+        self.post_attention_norm = weight(config.hidden_size, dtype=dtype, device=device)
+        self.attention = Attention(layer_id, config, dtype, device)
+        self.mlp: DenseMLP | MoE
+        if layer_id < config.first_k_dense:
+            self.mlp = DenseMLP(config.hidden_size, config.intermediate_size, dtype, device)
+        else:
+            self.mlp = MoE(config, dtype, device)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        valid: torch.Tensor,
+        table: torch.Tensor,
+        topk: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x: [T, hidden]. valid: bool [T]. Returns [T, hidden] and the selection that the layer
+        attended.
+        """
+        attended, topk = self.attention(rms_norm(x, self.input_norm, self.eps), positions, table, topk)
+        x = x + attended
+        return x + self.mlp(rms_norm(x, self.post_attention_norm, self.eps), valid), topk
+
+
+class DSAModel(nn.Module):
+    """The decoder, with random weights drawn from ``seed`` on ``device`` (none are drawn on the meta
+    device).
+
+    Weights are scaled so that activations keep their size over depth. Nothing takes a gradient.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.layers = nn.ModuleList(
+            DecoderLayer(layer_id, config, dtype, device) for layer_id in range(config.num_layers)
+        )
+        self.norm = weight(config.hidden_size, dtype=dtype, device=device)
+        self.lm_head = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self.cos_sin_cache: torch.Tensor
+        self.register_buffer("cos_sin_cache", cos_sin_cache(config, device), persistent=False)
+        if torch.device(device).type != "meta":
+            _draw_weights(self, seed)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_lens: torch.Tensor,
+        input_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The hidden states after the final norm, [T, hidden].
+
+        input_ids: int64 [T]. positions: int64 [T], 0-based in the request. kv_lens: int32 [T], how many
+        tokens the row sees; 0 marks a pad row. input_embeds: [T, hidden], taken in place of the tokens'
+        embeddings if given.
+        """
+        x = F.embedding(input_ids, self.embed_tokens) if input_embeds is None else input_embeds
+        valid = kv_lens > 0
+        topk = None
+        for layer in self.layers:
+            x, topk = layer(x, positions, valid, self.cos_sin_cache, topk)
+        return rms_norm(x, self.norm, self.config.rms_norm_eps)
+
+    def head(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [rows, vocab] of the given rows of ``forward``'s result, [rows, hidden]."""
+        return F.linear(hidden, self.lm_head)
+
+
+@torch.no_grad()
+def _draw_weights(model: DSAModel, seed: int) -> None:
+    generator = torch.Generator(model.embed_tokens.device).manual_seed(seed)
+    # two residual branches a layer: their sum over the depth has about the size of one embedding
+    branch_scale = (2 * model.config.num_layers) ** -0.5
+    for name, parameter in model.named_parameters():
+        kind = name.rsplit(".", 1)[-1]
+        if kind == "embed_tokens":
+            parameter.normal_(generator=generator)
+        elif kind.endswith("bias"):
+            parameter.normal_(std=0.1, generator=generator)
+        elif kind.endswith("norm"):
+            parameter.normal_(mean=1.0, std=0.1, generator=generator)
+        else:
+            fan_in = parameter.shape[1 if kind == "w_vc" else -1]
+            scale = fan_in**-0.5 * (branch_scale if kind in ("o_proj", "down_proj") else 1.0)
+            parameter.normal_(std=scale, generator=generator)

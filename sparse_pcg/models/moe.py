@@ -1,0 +1,147 @@
+"""The MLPs: dense SwiGLU, and a mixture of experts with a sigmoid router.
+
+Every shape is a function of the number of rows and nothing is read by the host, so both ways of running the
+experts can be captured: ``experts_dense`` multiplies every row with every expert (few experts, any device
+and dtype); ``experts_grouped`` sorts the rows by expert and runs one grouped GEMM. Rows that are not valid
+go to no expert.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from .config import ModelConfig
+
+
+def weight(*shape: int, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
+    """An uninitialised parameter that takes no gradient."""
+    return nn.Parameter(torch.empty(shape, dtype=dtype, device=device), requires_grad=False)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(first half) * second half of the last dim."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def route(
+    logits: torch.Tensor, correction_bias: torch.Tensor, config: ModelConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose each row's experts.
+
+    logits: float32 [T, experts]. correction_bias: float32 [experts], added to the sigmoid scores for the
+    choice alone. Returns the weights, float32 [T, k], and expert ids, int64 [T, k]. With n_group > 1 only
+    experts of the ``topk_group`` groups whose two best corrected scores sum highest are chosen from.
+    """
+    scores = logits.sigmoid()
+    choice = scores + correction_bias
+    if config.n_group > 1:
+        grouped = choice.unflatten(1, (config.n_group, -1))
+        group_scores = grouped.topk(min(2, grouped.shape[2]), dim=2).values.sum(dim=2)
+        kept = group_scores.topk(config.topk_group, dim=1).indices
+        keep = torch.zeros_like(group_scores, dtype=torch.bool).scatter(1, kept, True)
+        choice = grouped.masked_fill(~keep.unsqueeze(2), float("-inf")).flatten(1)
+    ids = choice.topk(config.num_experts_per_tok, dim=1).indices
+    weights = scores.gather(1, ids)
+    if config.norm_topk_prob:
+        weights = weights / (weights.sum(dim=1, keepdim=True) + 1e-20)
+    return weights * config.routed_scaling_factor, ids
+
+
+def experts_dense(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of each row's experts, every expert evaluated on every row.
+
+    x: [T, hidden]. gate_up: [experts, 2 * inter, hidden]. down: [experts, hidden, inter]. weights, ids: of
+    ``route``. valid: bool [T]; the result's other rows are zero. Returns [T, hidden] in x's dtype, summed
+    in float32.
+    """
+    hidden = swiglu(torch.matmul(x, gate_up.transpose(1, 2)))
+    outputs = torch.bmm(hidden, down.transpose(1, 2)).float()
+    gates = weights.new_zeros((x.shape[0], gate_up.shape[0])).scatter(1, ids, weights)
+    gates = gates.masked_fill(~valid.unsqueeze(1), 0.0).t().unsqueeze(2)
+    # where, not a product alone: an expert that a row does not use may overflow on it
+    return torch.where(gates > 0, outputs * gates, 0.0).sum(dim=0).to(x.dtype)
+
+
+def experts_grouped(
+    x: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    valid: torch.Tensor,
+) -> torch.Tensor:
+    """What ``experts_dense`` computes, by a grouped GEMM over the rows sorted by expert."""
+    num_experts, top = gate_up.shape[0], ids.shape[1]
+    # Rows that are not valid sort behind the last expert, where no group reaches and the GEMM writes
+    # nothing.
+    expert = torch.where(valid.unsqueeze(1), ids, num_experts).flatten()
+    ordered, order = expert.sort(stable=True)
+    bounds = torch.arange(num_experts, device=x.device)
+    ends = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
+    hidden = swiglu(F.grouped_mm(x[order // top], gate_up.transpose(1, 2), offs=ends))
+    outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
+    place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
+    per_choice = outputs[place].unflatten(0, (-1, top)).float() * weights.unsqueeze(2)
+    return torch.where(valid.view(-1, 1, 1), per_choice, 0.0).sum(dim=1).to(x.dtype)
+
+
+def grouped_gemm_serves(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the grouped GEMM runs here as one kernel: bfloat16 on compute capability 9.0 or later.
+
+    Elsewhere PyTorch loops over the groups on the host, which cannot be captured.
+    """
+    return (
+        device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9
+    )
+
+
+class DenseMLP(nn.Module):
+    """down(swiglu(gate_up(x))), row by row."""
+
+    def __init__(
+        self, hidden: int, intermediate: int, dtype: torch.dtype, device: torch.device | str
+    ) -> None:
+        super().__init__()
+        self.gate_up_proj = weight(2 * intermediate, hidden, dtype=dtype, device=device)
+        self.down_proj = weight(hidden, intermediate, dtype=dtype, device=device)
+
+    def forward(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """x: [T, hidden]; ``valid`` is not looked at."""
+        return F.linear(swiglu(F.linear(x, self.gate_up_proj)), self.down_proj)
+
+
+class MoE(nn.Module):
+    """Routed experts plus shared ones (one dense MLP of their summed width)."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
+        super().__init__()
+        experts, hidden, inter = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        self.config = config
+        self.router = weight(experts, hidden, dtype=dtype, device=device)
+        self.correction_bias = weight(experts, dtype=torch.float32, device=device)
+        self.gate_up_proj = weight(experts, 2 * inter, hidden, dtype=dtype, device=device)
+        self.down_proj = weight(experts, hidden, inter, dtype=dtype, device=device)
+        self.shared = (
+            DenseMLP(hidden, inter * config.n_shared_experts, dtype, device)
+            if config.n_shared_experts
+            else None
+        )
+        grouped = grouped_gemm_serves(self.router.device, dtype)
+        self.experts = experts_grouped if grouped else experts_dense
+
+    def forward(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """x: [T, hidden]. valid: bool [T]; the other rows are routed to no expert. Returns [T, hidden]."""
+        logits = F.linear(x.float(), self.router.float())
+        weights, ids = route(logits, self.correction_bias, self.config)
+        routed = self.experts(x, self.gate_up_proj, self.down_proj, weights, ids, valid)
+        return routed if self.shared is None else routed + self.shared(x, valid)
