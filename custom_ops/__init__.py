@@ -1,7 +1,8 @@
-"""Operators of DeepSeek Sparse Attention prefill, under ``torch.ops.sparse_pcg`` and as functions of the same names.
+"""Operators of DeepSeek Sparse Attention prefill, in ``torch.ops.sparse_pcg`` and as functions of the same
+names.
 
-The family modules are all imported before the functions are bound: a family and its function may share a name, and a
-later import of the submodule would put the module in the function's place.
+The family modules are all imported before the functions are bound: a family and its function may share a
+name, and a later import of the submodule would put the module in the function's place.
 """
 
 from custom_ops import hadamard as _hadamard

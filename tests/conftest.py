@@ -1,0 +1,38 @@
+"""Test settings: the Triton interpreter where no GPU is, fixed seeds, few hypothesis examples by default."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated: before any module with kernels
+
+import hypothesis
+import pytest
+
+if not torch.cuda.is_available():
+    from tests.interpreter_casts import repair
+
+    repair()
+
+torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+_CI = bool(os.environ.get("CI"))
+hypothesis.settings.register_profile("default", deadline=None, max_examples=12, derandomize=_CI)
+hypothesis.settings.register_profile("thorough", deadline=None, max_examples=200)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        skip = pytest.mark.skip(reason="needs a CUDA device")
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(skip)

@@ -1,0 +1,131 @@
+"""What the operator tests share: sizes to try, strided and poisoned inputs, exact comparisons, a bench."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import torch
+
+from custom_ops._register import OPS
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ON_GPU = DEVICE == "cuda"
+
+BUCKET = 16
+TOKENS = (0, 1, 2, 7, BUCKET - 1, BUCKET, BUCKET + 1)  # nothing, one, two, a prime, around a bucket
+
+tokens = st.sampled_from(TOKENS)
+seeds = st.integers(0, 2**31 - 1)
+floats = st.sampled_from((torch.bfloat16, torch.float16, torch.float32))
+layouts = st.sampled_from(("contiguous", "sliced", "transposed", "expanded"))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def randn(
+    shape: Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    layout: str = "contiguous",
+    std: float = 1.0,
+) -> torch.Tensor:
+    """Normal values on the test device, in memory as ``layout`` says; what lies between the elements is NaN.
+
+    sliced: columns cut out of wider rows, as from a fused projection. transposed: the last two dims
+    swapped in memory. expanded: one row repeated with stride 0.
+    """
+    shape = tuple(shape)
+    x = (torch.randn(shape, generator=generator(seed)) * std).to(dtype).to(DEVICE)
+    if layout == "sliced":
+        wide = torch.full((*shape[:-1], shape[-1] + 24), torch.nan, dtype=dtype, device=DEVICE)
+        wide[..., 8 : 8 + shape[-1]] = x
+        return wide[..., 8 : 8 + shape[-1]]
+    if layout == "transposed" and len(shape) > 1:
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+    if layout == "expanded" and shape[0] > 1:
+        return x[:1].expand(shape)
+    return x
+
+
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def assert_same_meta(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Shape, dtype and stride; a dimension of size 1 may have any stride, as may all in an empty tensor."""
+    assert got.shape == want.shape and got.dtype == want.dtype, (got.shape, want.shape, got.dtype, want.dtype)
+    if got.numel():
+        pairs = zip(got.shape, got.stride(), want.stride(), strict=True)
+        assert all(n == 1 or a == b for n, a, b in pairs), (got.stride(), want.stride())
+
+
+def assert_bitwise(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Same shape, dtype, stride and bytes."""
+    assert_same_meta(got, want)
+    assert torch.equal(as_bytes(got), as_bytes(want)), mismatch(got, want)
+
+
+def mismatch(got: torch.Tensor, want: torch.Tensor) -> str:
+    a, b = got.detach().float().cpu(), want.detach().float().cpu()
+    where = ((a != b) & ~(a.isnan() & b.isnan())).nonzero()
+    shown = [(tuple(i.tolist()), a[tuple(i)].item(), b[tuple(i)].item()) for i in where[:6]]
+    return f"{len(where)} of {a.numel()} differ; (index, got, want): {shown}"
+
+
+def assert_e4m3(got: torch.Tensor, want: torch.Tensor, codes: int = 0) -> None:
+    """Two e4m3 tensors, or their bytes, agree within ``codes`` steps of the format; NaN of either sign is
+    one value.
+
+    0 for values computed the same way; 1 where the inputs differ in the last bits (a reduction in another
+    order).
+    """
+    assert got.shape == want.shape and got.dtype == want.dtype
+    a, b = (t.detach().contiguous().view(torch.uint8).cpu().to(torch.int32) for t in (got, want))
+    ordered_a, ordered_b = (torch.where(t >= 128, 128 - t, t) for t in (a, b))
+    fine = ((ordered_a - ordered_b).abs() <= codes) & ((a & 127) != 127) & ((b & 127) != 127)
+    fine |= ((a & 127) == 127) & ((b & 127) == 127)
+    bad = (~fine).nonzero()
+    assert len(bad) == 0, [(tuple(i.tolist()), a[tuple(i)].item(), b[tuple(i)].item()) for i in bad[:6]]
+
+
+def fake_of(name: str, *args: Any) -> Any:
+    """What the op's fake implementation says for these arguments (as fake tensors)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode:
+        faked = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
+        return OPS[name].overload(*faked)
+
+
+def assert_fake_is_exact(name: str, args: Sequence[Any], real: Any) -> None:
+    """The fake result has the real one's shape, dtype and stride."""
+    fake = fake_of(name, *args)
+    fakes, reals = (r if isinstance(r, tuple) else (r,) for r in (fake, real))
+    for f, r in zip(fakes, reals, strict=True):
+        assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device), (f, r)
+        assert f.stride() == r.stride(), (f.stride(), r.stride())
+
+
+def bench(label: str, run: Callable[[], Any], nbytes: int, repeats: int = 50) -> float:
+    """Median GPU time of ``run`` in us by CUDA events, printed with the memory traffic it amounts to."""
+    for _ in range(5):
+        run()
+    flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    times = []
+    for _ in range(repeats):
+        flush.zero_()  # L2 cold, as between the layers of a model
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000)
+    us = statistics.median(times)
+    print(f"{label}: {us:.1f} us, {nbytes / us / 1000:.0f} GB/s")
+    return us

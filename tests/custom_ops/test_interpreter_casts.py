@@ -1,0 +1,29 @@
+"""The interpreter's casts are the GPU's: nearest even, subnormals kept, float8 saturated."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from tests.custom_ops import strategies as s
+
+
+@triton.jit
+def _cast_kernel(x: tl.tensor, out: tl.tensor, N: tl.constexpr) -> None:
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.load(x + i).to(out.dtype.element_ty))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_casts_are_exact(dtype: torch.dtype) -> None:
+    x = torch.tensor([17.0, 19.0, -17.0, 0.0019, 2**-9, 2**-10, 3 * 2**-10, 1 + 2**-8, 1 + 3 * 2**-8,
+                      -0.0, 447.0, torch.nan, torch.inf, 0.1, 1e-30, 300.7])  # fmt: skip
+    want = x.clamp(-448, 448).to(dtype) if dtype == torch.float8_e4m3fn else x.to(dtype)
+    out = torch.empty(16, dtype=dtype, device=s.DEVICE)
+    _cast_kernel[(1,)](x.to(s.DEVICE), out, N=16)
+    number = ~want.float().isnan()
+    got_bytes, want_bytes = (t.cpu().view(torch.uint8).view(16, -1)[number] for t in (out, want))
+    assert torch.equal(got_bytes, want_bytes)
+    assert out.float().isnan().cpu().equal(want.float().isnan())
