@@ -1,0 +1,353 @@
+"""One Dynamo graph, split, compiled and captured: what Dynamo calls in place of the model's code.
+
+A call replays only at exactly a captured size; any other runs the general path (a generic backend cannot know that rows
+do not mix, so it never pads). Before a replay the addresses of all static tensors are compared with the captured ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from custom_ops._register import op_of
+
+from . import session
+from .analysis import Analysis, analyse, source_line, symbols_of
+from .counters import COUNTS, LIVE, count_fallback, logger
+from .errors import CaptureError, FrozenError
+from .graphs import GraphDevice, device_for
+from .memory import Pool, storage_ptr
+from .options import Options
+from .pieces import Distinct, compile_pieces, misalignment, real_storages
+from .plan import Plan, Program, Ref, Step, record_plan
+from .rewrite import BoundInput, cut_overloads, overload_of, rewrite
+from .split import CUT, PIECE, Segment, split
+from .static_inputs import Buffers, StaticInputs
+
+MAX_KEYS_PER_SIZE = 8  # values of the other symbols (page counts, say) that one token count is captured for
+
+
+@dataclass
+class _Entry:
+    plan: Plan
+    inputs: StaticInputs
+    addresses: list[int]
+
+
+class CompiledGraph:
+    """Callable with the graph's flat arguments.
+
+    segments, distinct: what the graph was split into, and the compiled form of each segment.
+    """
+
+    def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], options: Options) -> None:
+        self.options = options
+        self.grad_enabled = torch.is_grad_enabled()
+        # A bare copy: the metadata on Dynamo's own graph would keep arguments alive.
+        self._uncompiled: Callable[..., Any] = _copy_graph(gm, metadata=False).forward
+        self._lock = threading.RLock()
+        self._named_cuts = cut_overloads(options.cut_ops)
+        fake_mode = _fake_mode(gm)
+        own = _copy_graph(gm)
+        self.bound: list[BoundInput] = rewrite(own, fake_mode)
+        placeholders = [n for n in own.graph.nodes if n.op == "placeholder"]
+        self.names = [str(n.target) for n in placeholders]
+        analysis = analyse(own, fake_mode)
+        self.segments: list[Segment] = split(own, analysis, self._named_cuts)
+        given = [*examples, *(_example(b) for b in self.bound)]
+        self._warn_unmatched(own)
+        reals = real_storages(placeholders, analysis, given)
+        cuda = {n: t for n, t in zip(placeholders, given, strict=True) if isinstance(t, torch.Tensor) and t.is_cuda}
+        self.distinct: list[Distinct | None] = compile_pieces(
+            self.segments, analysis, reals, misalignment(cuda), options.compiler
+        )
+        self.program = _program(own.graph, self.segments, self.distinct, analysis, placeholders)
+        self.static = [i for i, n in enumerate(placeholders) if _is_static(n)]
+        self.static += [len(examples) + i for i, b in enumerate(self.bound) if b.static]
+        tensors = [i for i, n in enumerate(placeholders) if isinstance(analysis.values[n], torch.Tensor)]
+        fixed = set(self.static)
+        self.moving = [i for i in tensors if i not in fixed]
+        self.written = frozenset(i for i, n in enumerate(placeholders) if n in analysis.mutated)
+        self._symbols = _symbol_sources(placeholders, analysis)
+        self._row_symbol = _row_symbol(placeholders, analysis, self.moving)
+        self._rows_of_bound = [_row_reader(b.rows, self._symbols) for b in self.bound]
+        self._aliasing = self._alias_pattern(given)
+        self._entries: dict[tuple[int, ...], _Entry | None] = {}
+        self._buffers = Buffers()
+        self._pool: Pool | None = None
+        self._device: GraphDevice | None = None
+        LIVE.add(self)
+
+    # What the registry of live graphs asks for.
+
+    @property
+    def piece_count(self) -> int:
+        """Pieces that are captured."""
+        return sum(s.kind == PIECE for s in self.segments)
+
+    @property
+    def cut_count(self) -> int:
+        """Cut ops in the graph."""
+        return sum(s.kind == CUT for s in self.segments)
+
+    def pool_bytes(self) -> int:
+        """Bytes of this graph's pool and copied-argument buffers."""
+        return (self._pool.nbytes if self._pool is not None else 0) + self._buffers.nbytes
+
+    def drop(self) -> None:
+        """Drop captured graphs, buffers and the pool; the compiled pieces stay, and calls go on working."""
+        with self._lock:
+            self._entries.clear()
+            self._buffers = Buffers()
+            if self._pool is not None:
+                self._pool.release()
+            self._pool = self._device = None
+
+    # Calls.
+
+    def __call__(self, *args: Any) -> Any:
+        with self._lock, torch.no_grad():
+            inputs = self._complete(args)
+            watcher = session.watcher()
+            if watcher is not None:
+                outputs = self.program.run(inputs)
+                watcher(self, inputs, outputs)
+                return tuple(outputs)
+            if self._alias_pattern(inputs) != self._aliasing:
+                self._leave("recompile", "the arguments alias otherwise than when the graph was compiled")
+                return self._uncompiled(*args)
+            return tuple(self._run(inputs))
+
+    def _complete(self, args: Sequence[Any]) -> list[Any]:
+        """The flat arguments and what the rewrite bound, for this call."""
+        if not self.bound:
+            return list(args)
+        extra = []
+        for bound, rows in zip(self.bound, self._rows_of_bound, strict=True):
+            tensor = bound.resolve()
+            extra.append(tensor if rows is None else tensor[: rows(args)])
+        return [*args, *extra]
+
+    def _run(self, inputs: list[Any]) -> list[Any]:
+        key = tuple(read(inputs) for read in self._symbols.values())
+        if key in self._entries:
+            entry = self._entries[key]
+            if entry is None:
+                return self._capture(key, inputs)
+            if entry.addresses == [inputs[i].data_ptr() for i in self.static]:
+                entry.inputs.copy_in(inputs)
+                entry.plan.replay()
+                entry.inputs.copy_back(inputs)
+                return entry.inputs.deliver(entry.plan.outputs, inputs, self.options.static_outputs)
+            self._leave("moved_static", f"{self._moved(entry, inputs)} moved after capture")
+            del self._entries[key]
+            if not session.frozen():
+                self._entries[key] = None  # this call is the warm-up of the next capture
+            return self.program.run(inputs)
+        if self._may_capture(key):
+            if session.frozen():
+                self._leave("size", f"size {self._size(key)} was not captured before freeze()")
+            else:
+                self._entries[key] = None  # the first visit of a size warms up, the second captures
+        elif self.options.graphs != "off":
+            self._leave("size", f"size {self._size(key)} is not among the captured sizes")
+        return self.program.run(inputs)
+
+    def _capture(self, key: tuple[int, ...], inputs: list[Any]) -> list[Any]:
+        if session.frozen():
+            self._leave("size", f"size {self._size(key)} was not captured before freeze()")
+            return self.program.run(inputs)
+        static = StaticInputs(inputs, self.moving, self.written, self._buffers)
+        static.copy_in(inputs)
+        plan = self.plan(static.tensors, label=f", size {self._size(key)}")
+        if plan is None:  # captured nothing: the effects of this call are still owed
+            del self._entries[key]
+            return self.program.run(inputs)
+        self._entries[key] = _Entry(plan, static, [inputs[i].data_ptr() for i in self.static])
+        static.copy_back(inputs)
+        return static.deliver(plan.outputs, inputs, self.options.static_outputs)
+
+    def plan(self, inputs: Sequence[Any], *, variant: str = "cut", label: str = "", pool: Pool | None = None) -> Plan | None:
+        """Record a plan for ``inputs``, all of which stay where they are. None where graphs are off."""
+        if self._device is None:
+            self._device = device_for(self.options.graphs, inputs)
+        if self._device is None:
+            return None
+        if pool is None:
+            self._pool = pool = self._pool or self._device.new_pool()
+        return record_plan(self.program, inputs, self._device, pool, variant=variant, label=label)
+
+    def _may_capture(self, key: tuple[int, ...]) -> bool:
+        if self.options.graphs == "off" or self.piece_count == 0:
+            return False
+        if self._row_symbol is None:
+            return not self._symbols  # a static graph has one size, and is captured for it
+        place = list(self._symbols).index(self._row_symbol)
+        alike = sum(k[place] == key[place] for k in self._entries)
+        return key[place] in self.options.capture_sizes and alike < MAX_KEYS_PER_SIZE
+
+    def _size(self, key: tuple[int, ...]) -> str:
+        return "x".join(map(str, key)) or "static"
+
+    def _leave(self, reason: str, detail: str) -> None:
+        """Count a call that leaves the captured graphs; with ``strict``, after ``freeze()``, refuse it."""
+        if session.frozen() and self.options.strict:
+            raise FrozenError(f"after freeze(), with strict=True: {detail} ({reason})")
+        count_fallback(reason, detail)
+
+    def _moved(self, entry: _Entry, inputs: list[Any]) -> str:
+        pairs = zip(self.static, entry.addresses, strict=True)
+        return ", ".join(self.names[i] for i, address in pairs if inputs[i].data_ptr() != address)
+
+    def _alias_pattern(self, inputs: Sequence[Any]) -> tuple[int, ...]:
+        """Per moving input the first input that shares its storage, as a number; compiled code relies on it."""
+        if not self.moving:
+            return ()
+        owner: dict[int, int] = {}
+        for i in (*self.static, *self.moving):
+            pointer = storage_ptr(inputs[i])
+            if pointer:
+                owner.setdefault(pointer, i)
+        return tuple(owner.get(storage_ptr(inputs[i]), i) for i in self.moving)
+
+    def _warn_unmatched(self, gm: fx.GraphModule) -> None:
+        present = {overload_of(n) for n in gm.graph.nodes}
+        for overload in self._named_cuts - present:
+            logger.warning("option 'cut_ops': %s matches nothing in this graph", overload)
+
+
+def _copy_graph(gm: fx.GraphModule, metadata: bool = True) -> fx.GraphModule:
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    output = graph.graph_copy(gm.graph, copied, return_output_node=True)
+    assert output is not None
+    graph.output(output[0])
+    for old, new in copied.items():
+        new.meta = dict(old.meta) if metadata else {}
+    return fx.GraphModule(gm, graph)
+
+
+def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
+    """The mode that the graph's own values belong to (the ambient tracing context has another one)."""
+    for node in gm.graph.nodes:
+        value = node.meta.get("example_value")
+        if isinstance(value, FakeTensor):
+            return value.fake_mode
+    return FakeTensorMode()
+
+
+def _is_static(node: fx.Node) -> bool:
+    """Parameters, buffers and tensor attributes of the module, and what the caller declared static."""
+    return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
+
+
+def _example(bound: BoundInput) -> torch.Tensor:
+    return bound.resolve()
+
+
+def _symbol_sources(placeholders: list[fx.Node], analysis: Analysis) -> dict[Any, Callable[[Sequence[Any]], int]]:
+    """Per free symbol of the inputs, how to read its value off the flat arguments: found by symbol, not by position."""
+    sources: dict[Any, Callable[[Sequence[Any]], int]] = {}
+    for i, node in enumerate(placeholders):
+        value = analysis.values[node]
+        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
+            sources.setdefault(value.node.expr, lambda args, i=i: int(args[i]))
+    for i, node in enumerate(placeholders):
+        value = analysis.values[node]
+        if not isinstance(value, torch.Tensor):
+            continue
+        for dim, size in enumerate(value.shape):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                sources.setdefault(size.node.expr, lambda args, i=i, dim=dim: args[i].shape[dim])
+        for dim, size in enumerate(value.stride()):
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                sources.setdefault(size.node.expr, lambda args, i=i, dim=dim: args[i].stride(dim))
+        offset = value.storage_offset()
+        if isinstance(offset, torch.SymInt) and offset.node.expr.is_Symbol:
+            sources.setdefault(offset.node.expr, lambda args, i=i: args[i].storage_offset())
+    needed: set[Any] = set()
+    for node in placeholders:
+        needed |= symbols_of(analysis.values[node])
+    return {s: read for s, read in sources.items() if s in needed}
+
+
+def _row_symbol(placeholders: list[fx.Node], analysis: Analysis, moving: list[int]) -> Any:
+    """The symbol of the token dim: the first symbolic size of the first argument that has one."""
+    for i in moving:
+        for size in analysis.values[placeholders[i]].shape:
+            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
+                return size.node.expr
+    return None
+
+
+def _row_reader(
+    rows: Any, sources: dict[Any, Callable[[Sequence[Any]], int]]
+) -> Callable[[Sequence[Any]], int] | None:
+    if rows is None:
+        return None
+    if isinstance(rows, int):
+        return lambda args: rows
+    expression = rows.node.expr
+    if expression in sources:
+        return sources[expression]
+    used = [s for s in sources if s in expression.free_symbols]
+    return lambda args: int(expression.subs({s: sources[s](args) for s in used}))
+
+
+def _program(
+    graph: fx.Graph,
+    segments: list[Segment],
+    distinct: list[Distinct | None],
+    analysis: Analysis,
+    placeholders: list[fx.Node],
+) -> Program:
+    number = {node: i for i, node in enumerate(placeholders)}
+    for segment in segments:
+        for node in segment.nodes if segment.kind == CUT else segment.outputs:
+            number[node] = len(number)
+    steps = [_step(segment, compiled, number) for segment, compiled in zip(segments, distinct, strict=True)]
+    output = next(n for n in reversed(graph.nodes) if n.op == "output")
+    outputs = fx.map_arg(tuple(output.args[0]), lambda n: Ref(number[n]))  # type: ignore[arg-type]
+    known = set().union(*(symbols_of(analysis.values[n]) for n in placeholders), set())
+    dynamic = frozenset(i for n, i in number.items() if symbols_of(analysis.values.get(n)) - known)
+    return Program(steps, len(placeholders), len(number), tuple(outputs), dynamic)
+
+
+def _step(segment: Segment, compiled: Distinct | None, number: dict[fx.Node, int]) -> Step:
+    if segment.kind != CUT:
+        assert compiled is not None
+        refs = tuple(Ref(number[n]) for n in segment.inputs)
+        outputs = tuple((number[n], (i,)) for i, n in enumerate(segment.outputs))
+        name = f"{len(segment.ops)} ops from {segment.ops[0]}"
+        return Step(segment.kind, compiled.run, refs, {}, outputs, name, segment.source)
+    node = segment.nodes[0]
+    overload = overload_of(node)
+    op = op_of(overload)
+    paths: dict[fx.Node, tuple[int, ...]] = {node: ()}
+    for item in segment.nodes[1:]:
+        paths[item] = (*paths[item.args[0]], item.args[1])  # type: ignore[index,dict-item]
+    live = {n: p for n, p in paths.items() if _is_value(n)}
+    return Step(
+        CUT,
+        op.body if op is not None else overload,
+        fx.map_arg(node.args, lambda n: Ref(number[n])),
+        fx.map_arg(dict(node.kwargs), lambda n: Ref(number[n])),
+        tuple((number[n], p) for n, p in live.items() if n.users),
+        segment.why,
+        source_line(node),
+        op.short_body if op is not None else None,
+    )
+
+
+def _is_value(node: fx.Node) -> bool:
+    example = node.meta.get("example_value")
+    return example is not None and not isinstance(example, (tuple, list))
+
+
+__all__ = ["CaptureError", "CompiledGraph", "storage_ptr"]

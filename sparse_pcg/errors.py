@@ -1,0 +1,37 @@
+"""The errors of this package. Each names what was expected, what was given, and where in the model it happened."""
+
+from __future__ import annotations
+
+from torch._dynamo.exc import ShortenTraceback
+
+
+class SparsePCGError(RuntimeError):
+    """Base of the errors raised by the backend and the runners."""
+
+
+class OptionError(ShortenTraceback, ValueError):
+    """An unknown option or a bad value. A ValueError that passes through Dynamo as it is."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class FrozenError(ShortenTraceback, SparsePCGError):
+    """With ``strict=True``: something after ``freeze()`` would have left the captured graphs."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
+class CaptureError(SparsePCGError):
+    """A piece cannot be captured: a host sync inside it, an unstable alias, or the graph device refused."""
+
+
+class SplitError(SparsePCGError):
+    """The graph cannot be split as asked."""
+
+
+def note(error: BaseException, text: str) -> None:
+    """Attach where ``error`` happened (piece, op, source line, bucket) without changing its type."""
+    if hasattr(error, "add_note"):  # Python 3.11
+        error.add_note(text)

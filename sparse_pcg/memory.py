@@ -1,0 +1,175 @@
+"""Memory at fixed addresses: views by bytes, stable copies of outputs, and the pool that captured graphs share.
+
+Aliasing is kept throughout. Two views of one storage stay two views of one storage, whether they are an operator's
+outputs, a caller's arguments or what a plain call returns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_ALIGN = 256
+_CHUNK = 1 << 20
+
+
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """Address of the tensor's storage; 0 for an empty one, which aliases nothing."""
+    storage = tensor.untyped_storage()
+    return storage.data_ptr() if storage.nbytes() else 0
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and one past the last byte of ``tensor`` within its storage."""
+    start = tensor.storage_offset() * tensor.element_size()
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def view_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    """Bytes [start, stop) of the tensor's storage, as uint8."""
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        return empty.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
+
+
+def view_like(backing: torch.Tensor, like: torch.Tensor, shift: int) -> torch.Tensor:
+    """A tensor with the type, shape and strides of ``like`` on the storage of ``backing``.
+
+    shift: bytes to add to ``like``'s byte offset.
+    """
+    offset = like.storage_offset() * like.element_size() + shift
+    with torch.inference_mode(False):
+        empty = torch.empty(0, dtype=like.dtype, device=like.device)
+        return empty.set_(backing.untyped_storage(), offset // like.element_size(), like.shape, like.stride())
+
+
+class Pool:
+    """Owner of the memory that graphs write: all buckets of one owner lie over one another.
+
+    On CUDA it is a graph memory pool kept alive by a tiny graph of its own. Emulated, it is a few chunks of host memory
+    handed out from the start again for each bucket, so that a replay really overwrites what another bucket left.
+    """
+
+    def __init__(self, device: torch.device, handle: Any = None) -> None:
+        self.device = device
+        self.handle = handle
+        self.held: list[Any] = []  # what must not be given away before the bucket being captured is done
+        self._chunks: list[Any] = []
+        self._chunk = self._used = 0
+        self._kept: list[torch.Tensor] = []
+
+    def begin_bucket(self) -> None:
+        """From here on memory is handed out from the start of the pool again."""
+        self._chunk = self._used = 0
+
+    def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """``nbytes`` as uint8, a storage of its own, at an address that stays."""
+        if device.type != "cpu":
+            with torch.inference_mode(False):
+                kept = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
+            self._kept.append(kept)
+            return kept
+        import numpy as np
+
+        size = -(-max(nbytes, 1) // _ALIGN) * _ALIGN
+        while self._chunk < len(self._chunks) and len(self._chunks[self._chunk]) - self._used < size:
+            self._chunk, self._used = self._chunk + 1, 0
+        if self._chunk == len(self._chunks):
+            self._chunks.append(np.zeros(max(size, _CHUNK), dtype=np.uint8))
+        piece = self._chunks[self._chunk][self._used : self._used + size]
+        self._used += size
+        with torch.inference_mode(False):
+            return torch.from_numpy(piece)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held: the graph pool's on CUDA, the chunks' when emulated."""
+        held = sum(len(c) for c in self._chunks) + sum(t.numel() for t in self._kept)
+        if self.handle is not None:
+            held += _graph_pool_bytes(self.handle)
+        return held
+
+    def poison(self) -> None:
+        """Overwrite all of an emulated pool: NaN in every float type, a large negative number in every int type."""
+        for chunk in self._chunks:
+            chunk.view("int32")[:] = _POISON_WORD
+
+    def release(self) -> None:
+        """Give the memory back. What an emulated pool held is poisoned first: a stale reader sees it."""
+        self.poison()
+        self._chunks.clear()
+        self._kept.clear()
+        self.handle = None
+        self.begin_bucket()
+
+
+# 0xFFC1FFC1: a NaN as float64, float32, bfloat16 and float16, every second e4m3 a NaN; as an int a negative number, and
+# as int32 one far below any index that Python-style indexing takes from the end.
+_POISON_WORD = -0x003E003F
+
+
+def _graph_pool_bytes(handle: Any) -> int:
+    total = 0
+    for segment in torch.cuda.memory_snapshot():
+        if tuple(segment.get("segment_pool_id", (0, 0))) == tuple(handle):
+            total += segment["total_size"]
+    return total
+
+
+class StableOutputs:
+    """Outputs of a function that is run again and again, kept at fixed addresses.
+
+    An output on the storage of an input is that view and is never copied; the others' storages are copied, whole, into
+    memory of the pool, once per storage.
+    """
+
+    def __init__(self, outputs: Sequence[Any], inputs: Sequence[Any], pool: Pool) -> None:
+        self._inputs = {storage_ptr(t) for t in inputs if isinstance(t, torch.Tensor)} - {0}
+        self._owned: list[torch.Tensor] = []
+        self.pattern = self._pattern(outputs)
+        self.tensors: list[Any] = []
+        for out, place in zip(outputs, self.pattern, strict=True):
+            if place is None or place == "input":
+                self.tensors.append(out)
+                continue
+            if place == len(self._owned):
+                self._owned.append(pool.allocate(out.untyped_storage().nbytes(), out.device))
+            self.tensors.append(view_like(self._owned[place], out, 0))
+        self.copy_from(outputs)
+
+    def _pattern(self, outputs: Sequence[Any]) -> list[Any]:
+        """Per output: None (not a tensor), "input", or the number of its own storage by first use."""
+        seen: dict[int, int] = {}
+        pattern: list[Any] = []
+        for out in outputs:
+            if not isinstance(out, torch.Tensor):
+                pattern.append(None)
+            elif (pointer := storage_ptr(out)) in self._inputs:
+                pattern.append("input")
+            else:
+                # An empty storage aliases nothing: a number of its own.
+                pattern.append(seen.setdefault(pointer or -len(pattern) - 1, len(seen)))
+        return pattern
+
+    def copy_from(self, outputs: Sequence[Any]) -> None:
+        """Copy a new run's outputs to the fixed addresses. Raises RuntimeError when they alias otherwise than before."""
+        pattern = self._pattern(outputs)
+        if pattern != self.pattern:
+            raise RuntimeError(f"outputs alias otherwise than at capture: {pattern}, at capture {self.pattern}")
+        done: set[int] = set()
+        for out, place, stable in zip(outputs, pattern, self.tensors, strict=True):
+            if not isinstance(place, int) or place in done:
+                continue
+            if out.shape != stable.shape or out.dtype != stable.dtype or out.stride() != stable.stride():
+                raise RuntimeError(
+                    f"an output changed from {stable.dtype}{tuple(stable.shape)} to {out.dtype}{tuple(out.shape)}"
+                )
+            done.add(place)
+            nbytes = min(out.untyped_storage().nbytes(), self._owned[place].numel())
+            if nbytes:
+                self._owned[place][:nbytes].copy_(view_bytes(out, 0, nbytes))
