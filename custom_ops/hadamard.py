@@ -54,7 +54,7 @@ def _hadamard_kernel(
 
 def _check(x: torch.Tensor, scale: float) -> None:
     require_float("hadamard", "x", x)
-    n = x.shape[-1] if x.dim() else 0
+    n = x.shape[-1]
     require(0 < n <= MAX_DIM and n & (n - 1) == 0, "hadamard", "x", f"a power of two up to {MAX_DIM} wide", n)
 
 

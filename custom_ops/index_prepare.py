@@ -1,0 +1,358 @@
+"""What the indexer does to a projected key or query before the scores, each in one pass over memory.
+
+K: LayerNorm, RoPE of the first 64 of 128 dims, Hadamard or not, quantisation, store to the index-K cache.
+Q: RoPE, Hadamard or not, quantisation.
+Where values are rounded to the input's dtype: with ``hadamard`` after each step, as by three separate
+operators; without, K once, after the rotation, as LayerNorm and RoPE in float32 do together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops._checks import FLOATS, check_tensor
+from custom_ops._register import Provider, define
+from custom_ops._rows import unit_stride
+from custom_ops.batch_metadata import PAGE
+from custom_ops.fp8_quant import e4m3_scale, quant_fp8_reference, to_e4m3
+from custom_ops.hadamard import hadamard_reference, hadamard_rows
+from custom_ops.index_cache import (
+    HEAD_DIM,
+    check_pages,
+    check_slots,
+    index_k_store_reference,
+    page_views,
+    store_keys,
+)
+from custom_ops.layernorm import check_affine, layernorm_reference, normalized_rows
+from custom_ops.rope import apply_rope_reference, check_positions, rope_partner, rotated_rows
+
+ROPE_DIM = 64
+HADAMARD_SCALE = HEAD_DIM**-0.5
+
+
+@triton.jit
+def _finish(y: tl.tensor, ROWS: tl.constexpr, HADAMARD: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Round to dtype and transform: what follows the rotation in both K and Q."""
+    y = y.to(dtype).to(tl.float32)
+    if HADAMARD:
+        y = hadamard_rows(y, ROWS, 128, 7) * 0.08838834764831845
+        y = y.to(dtype).to(tl.float32)
+    return y
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _k_prepare_kernel(
+    k: tl.tensor,
+    weight: tl.tensor,
+    bias: tl.tensor,
+    positions: tl.tensor,
+    table: tl.tensor,
+    q_pages: tl.tensor,
+    scale_pages: tl.tensor,
+    slots: tl.tensor,
+    row_stride: tl.tensor,
+    num_rows: tl.tensor,
+    eps: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUND_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    dim = tl.arange(0, 128)[None, :]
+    # The row is read twice, once with each dim's partner in its place: cheaper than between threads.
+    partner = rope_partner(dim, 64, INTERLEAVED)
+    row_mask = (row < num_rows)[:, None]
+    source = k + row[:, None] * row_stride
+    x = tl.load(source + dim, mask=row_mask, other=0.0).to(tl.float32)
+    other = tl.load(source + partner, mask=row_mask, other=0.0).to(tl.float32)
+    mean, rstd = normalized_rows(x, dim < 128, eps, 128)
+    x = (x - mean) * rstd * tl.load(weight + dim).to(tl.float32)
+    other = (other - mean) * rstd * tl.load(weight + partner).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias + dim).to(tl.float32)
+        other += tl.load(bias + partner).to(tl.float32)
+    dtype: tl.constexpr = k.dtype.element_ty
+    if HADAMARD:
+        x = x.to(dtype).to(tl.float32)
+        other = other.to(dtype).to(tl.float32)
+    table_row = table + tl.load(positions + row[:, None], mask=row_mask, other=0) * 64
+    y = rotated_rows(x, other, dim, table_row, row_mask, 64, INTERLEAVED)
+    y = _finish(y, ROWS, HADAMARD, dtype)
+    store_keys(y, q_pages, scale_pages, slots, row, row < num_rows, ROUND_SCALE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _q_prepare_kernel(
+    q: tl.tensor,
+    positions: tl.tensor,
+    table: tl.tensor,
+    q_fp8: tl.tensor,
+    q_scale: tl.tensor,
+    token_stride: tl.tensor,
+    head_stride: tl.tensor,
+    num_rows: tl.tensor,
+    heads: tl.tensor,
+    INTERLEAVED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    ROUND_SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    row_mask = row < num_rows
+    token = (row // heads).to(tl.int64)
+    source = q + token * token_stride + (row % heads) * head_stride
+    dim = tl.arange(0, 128)[None, :]
+    x = tl.load(source + dim, mask=row_mask, other=0.0).to(tl.float32)
+    other = tl.load(source + rope_partner(dim, 64, INTERLEAVED), mask=row_mask, other=0.0).to(tl.float32)
+    table_row = table + tl.load(positions + token, mask=row_mask, other=0) * 64
+    y = rotated_rows(x, other, dim, table_row, row_mask, 64, INTERLEAVED)
+    y = _finish(y, ROWS, HADAMARD, q.dtype.element_ty)
+    scale = e4m3_scale(y, 1, ROUND_SCALE)
+    row = row.to(tl.int64)
+    tl.store(q_fp8 + row * 128 + dim, to_e4m3(y, scale), mask=row_mask)
+    tl.store(q_scale + row, scale, mask=row_mask)
+
+
+def _check_k(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    round_scale: bool,
+) -> None:
+    op = "index_k_prepare_store"
+    check_tensor(op, "k", k, FLOATS, (None, HEAD_DIM))
+    check_affine(op, k, weight, bias, HEAD_DIM)
+    check_positions(op, k, positions, cos_sin_cache, ROPE_DIM)
+    check_pages(op, cache, k.device)
+    check_slots(op, slots, k.shape[0], cache.shape[0] * PAGE, k.device)
+
+
+def index_k_prepare_store_reference(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    round_scale: bool,
+) -> None:
+    """Plain PyTorch: the specification of ``index_k_prepare_store``."""
+    key = layernorm_reference(k if hadamard else k.float(), weight, bias, eps)
+    key = apply_rope_reference(key, positions, cos_sin_cache, ROPE_DIM, interleaved).to(k.dtype)
+    if hadamard:
+        key = hadamard_reference(key, HADAMARD_SCALE)
+    index_k_store_reference(key, cache, slots, round_scale)
+
+
+def _fake_k(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    round_scale: bool,
+) -> None:
+    return None
+
+
+def _triton_k(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    round_scale: bool,
+) -> None:
+    rows = k.shape[0]
+    if rows:
+        k = unit_stride(k)
+        _k_prepare_kernel[(triton.cdiv(rows, 4),)](
+            k, weight, bias, positions, cos_sin_cache, *page_views(cache), slots, k.stride(0), rows, eps,
+            HAS_BIAS=bias is not None, INTERLEAVED=interleaved, HADAMARD=hadamard, ROUND_SCALE=round_scale,
+            ROWS=4, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+
+
+def _check_q(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    round_scale: bool,
+) -> None:
+    check_tensor("index_q_prepare", "q", q, FLOATS, (None, None, HEAD_DIM))
+    check_positions("index_q_prepare", q, positions, cos_sin_cache, ROPE_DIM)
+
+
+def index_q_prepare_reference(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    round_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Plain PyTorch: the specification of ``index_q_prepare``."""
+    q = apply_rope_reference(q, positions, cos_sin_cache, ROPE_DIM, interleaved)
+    if hadamard:
+        q = hadamard_reference(q, HADAMARD_SCALE)
+    return quant_fp8_reference(q, HEAD_DIM, round_scale)
+
+
+def _fake_q(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    round_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = q.new_empty((q.shape[0], q.shape[1], 1), dtype=torch.float32)
+    return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), scale
+
+
+def _triton_q(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    round_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    q_fp8, q_scale = _fake_q(q, positions, cos_sin_cache, interleaved, hadamard, round_scale)
+    if q.numel():
+        q = unit_stride(q)
+        rows, heads = q.shape[0] * q.shape[1], q.shape[1]
+        _q_prepare_kernel[(triton.cdiv(rows, 8),)](
+            q, positions, cos_sin_cache, q_fp8, q_scale, q.stride(0), q.stride(1), rows, heads,
+            INTERLEAVED=interleaved, HADAMARD=hadamard, ROUND_SCALE=round_scale,
+            ROWS=8, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+    return q_fp8, q_scale
+
+
+define(
+    "index_k_prepare_store(Tensor k, Tensor weight, Tensor? bias, float eps, Tensor positions,"
+    " Tensor cos_sin_cache, bool interleaved, bool hadamard, Tensor(a!) cache, Tensor slots,"
+    " bool round_scale) -> ()",
+    reference=index_k_prepare_store_reference,
+    fake=_fake_k,
+    check=_check_k,
+    providers={"triton": Provider(_triton_k)},
+    preference=("triton",),
+)
+define(
+    "index_q_prepare(Tensor q, Tensor positions, Tensor cos_sin_cache, bool interleaved, bool hadamard,"
+    " bool round_scale) -> (Tensor, Tensor)",
+    reference=index_q_prepare_reference,
+    fake=_fake_q,
+    check=_check_q,
+    providers={"triton": Provider(_triton_q)},
+    preference=("triton",),
+)
+
+_ROUTES = (
+    {"INTERLEAVED": False, "HADAMARD": True, "ROUND_SCALE": True},
+    {"INTERLEAVED": True, "HADAMARD": False, "ROUND_SCALE": False},
+)
+KERNELS = [
+    *(
+        (
+            _k_prepare_kernel,
+            {
+                "k": "*bf16", "weight": "*fp32", "bias": "*fp32", "positions": "*i64", "table": "*fp32",
+                "q_pages": "*fp8e4nv", "scale_pages": "*fp32", "slots": "*i64", "row_stride": "i32",
+                "num_rows": "i32", "eps": "fp32",
+            },
+            {"HAS_BIAS": True, "ROWS": 4, **route},
+        )
+        for route in _ROUTES
+    ),
+    *(
+        (
+            _q_prepare_kernel,
+            {
+                "q": "*bf16", "positions": "*i64", "table": "*fp32", "q_fp8": "*fp8e4nv", "q_scale": "*fp32",
+                "token_stride": "i32", "head_stride": "i32", "num_rows": "i32", "heads": "i32",
+            },
+            {"ROWS": 8, **route},
+        )
+        for route in _ROUTES
+    ),
+]  # fmt: skip
+
+
+def index_k_prepare_store(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    round_scale: bool,
+) -> None:
+    """LayerNorm, RoPE of the first 64 dims, Hadamard if asked for, quantise and store: the indexer's key.
+
+    k: [T, 128], bfloat16, float16 or float32, any strides. weight, bias, eps: as for ``layernorm``.
+    positions, cos_sin_cache, interleaved: as for ``apply_rope`` with rope_dim 64.
+    hadamard: transform with scale 128 ** -0.5, rounding to k's dtype after each step; without it the
+    result is rounded to k's dtype once, before quantisation.
+    cache, slots, round_scale: as for ``index_k_store``; the cache is written in place.
+    Raises ValueError for another dtype, shape, page size or device, before anything is written; positions and
+    slots are checked under ``debug_checks``.
+    """
+    return torch.ops.sparse_pcg.index_k_prepare_store(
+        k, weight, bias, eps, positions, cos_sin_cache, interleaved, hadamard, cache, slots, round_scale
+    )
+
+
+def index_q_prepare(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    round_scale: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """RoPE of the first 64 dims, Hadamard if asked for, and quantise: the indexer's query.
+
+    q: [T, H, 128], bfloat16, float16 or float32, any strides; rounded to its dtype after each step.
+    positions, cos_sin_cache, interleaved: as for ``apply_rope`` with rope_dim 64.
+    hadamard: transform with scale 128 ** -0.5. round_scale: as for ``quant_fp8``, one block a head.
+    Returns (q_fp8, q_scale): float8_e4m3fn [T, H, 128] and float32 [T, H, 1], contiguous.
+    Raises ValueError for another dtype, shape or device; positions are checked under ``debug_checks``.
+    """
+    return torch.ops.sparse_pcg.index_q_prepare(
+        q, positions, cos_sin_cache, interleaved, hadamard, round_scale
+    )
