@@ -1,28 +1,27 @@
-"""The indexer's cut and the composites around it.
+"""The indexer's cut: ``indexer_topk``, and its short body.
 
-``indexer_topk`` is where graphs are split: logits over every token a row sees, then the selection of k of
-them. Its work depends on the lengths of the batch, which it reads from the current forward context.
-``k_cache_and_topk_result`` and ``indexer_prefill`` stand for it together with what can be captured in front
-of it.
+Graphs are split at ``indexer_topk``: logits over every token a row sees, then the selection of k of them. Its
+work depends on the lengths of the batch, which it reads from the current forward context. Where every row
+selects all it sees, the short body gives the same result and can be captured.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import torch
-import torch.nn.functional as F
+import triton
+import triton.language as tl
 
 from custom_ops._checks import E4M3, check_tensor
-from custom_ops._register import define, require
-from custom_ops.batch_metadata import ContextBind, ForwardContext, current_context
-from custom_ops.mqa_logits import HEAD_DIM, PAGED_MQA_LOGITS
-from custom_ops.topk import TOPK_SLOTS, slots_of_positions
+from custom_ops._register import Provider, define, require
+from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, current_context
+from custom_ops.mqa_logits import PAGED_MQA_LOGITS
+from custom_ops.mqa_logits_kernels import HEAD_DIM, launch_paged_mqa_logits
+from custom_ops.topk import TOPK_SLOTS, launch_topk, slots_of_positions
 
-SOFTMAX_SCALE = HEAD_DIM**-0.5
 
-
-def _live_context() -> ForwardContext | None:
+def live_context() -> ForwardContext | None:
     """The current context if it has a batch; None in a dry run."""
     context = current_context()
     return context if context is not None and context.metadata is not None else None
@@ -30,46 +29,141 @@ def _live_context() -> ForwardContext | None:
 
 # --- the cut ------------------------------------------------------------------------------------------------
 
+_WIDTH_MULTIPLE = 64  # of a logits row in memory: aligned rows, whatever the lengths
+_SHORT_BLOCK = 512
 
-def indexer_topk_reference(
-    layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
+
+@triton.jit
+def _short_kernel(
+    kv_lens: tl.tensor,
+    request_of_row: tl.tensor,
+    page_table: tl.tensor,
+    out: tl.tensor,
+    table_stride: tl.tensor,
+    k: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ) -> None:
-    """The cut over ``paged_mqa_logits`` and ``topk_slots``, in row chunks of bounded size."""
-    context = _live_context()
-    metadata = context.metadata if context is not None else None
-    if context is None or metadata is None or metadata.max_kv_len == 0:
-        topk_result.fill_(-1)
-        return
-    rows = min(metadata.num_rows, q_fp8.shape[0])
-    k, width = topk_result.shape[1], metadata.max_kv_len
-    cache, pages = context.tensor("index_k", layer_id), metadata.page_table
-    step = max(1, context.workspace_bytes // (4 * width))
+    """Slots of positions 0 .. kv_len-1 of each row, then -1."""
+    row = tl.program_id(0).to(tl.int64)
+    position = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < tl.minimum(tl.load(kv_lens + row), k)
+    table = page_table + tl.load(request_of_row + row).to(tl.int64) * table_stride
+    page = tl.load(table + position // PAGE_SIZE, mask=inside, other=0)
+    slot = tl.where(inside, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+    tl.store(out + row * k + position, slot, mask=position < k)
+
+
+KERNELS = [
+    (
+        _short_kernel,
+        {
+            "kv_lens": "*i32",
+            "request_of_row": "*i32",
+            "page_table": "*i32",
+            "out": "*i32",
+            "table_stride": "i32",
+            "k": "i32",
+        },
+        {"PAGE_SIZE": PAGE, "BLOCK": _SHORT_BLOCK},
+    )
+]
+
+
+def _chunks(context: ForwardContext, metadata: BatchMetadata, topk_result: torch.Tensor) -> Iterator[slice]:
+    """Row ranges of the valid rows whose logits fit the workspace, one row at least."""
+    rows = min(metadata.num_rows, topk_result.shape[0])
+    step = max(1, context.workspace_bytes // (4 * _logits_stride(metadata)))
     for at in range(0, rows, step):
-        part = slice(at, min(at + step, rows))
-        lens, requests = metadata.kv_lens[part], metadata.request_of_row[part]
-        logits = PAGED_MQA_LOGITS.body(q_fp8[part], cache, weights[part], lens, requests, pages, width)
-        topk_result[part] = TOPK_SLOTS.body(logits, torch.zeros_like(lens), lens, requests, pages, k)
-    topk_result[rows:].fill_(-1)
+        yield slice(at, min(at + step, rows))
+
+
+def _logits_stride(metadata: BatchMetadata) -> int:
+    return -(-metadata.max_kv_len // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
+
+
+def _cut(chunk: Callable[..., None]) -> Callable[..., None]:
+    """A body of ``indexer_topk`` from ``chunk(q_fp8, weights, cache, metadata, part, out)``.
+
+    ``chunk`` writes the selection of the rows ``part`` into ``out``; where ``out`` has more rows they are pad
+    rows and get -1.
+    """
+
+    def body(layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor) -> None:
+        context = live_context()
+        metadata = context.metadata if context is not None else None
+        if context is None or metadata is None or metadata.num_rows == 0 or metadata.max_kv_len == 0:
+            topk_result.fill_(-1)
+            return
+        cache = context.tensor("index_k", layer_id)
+        valid = min(metadata.num_rows, topk_result.shape[0])
+        for part in _chunks(context, metadata, topk_result):
+            out = topk_result[part.start :] if part.stop == valid else topk_result[part]
+            chunk(q_fp8[part], weights[part], cache, metadata, part, out)
+
+    return body
+
+
+def _chunk_reference(
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: BatchMetadata,
+    part: slice,
+    out: torch.Tensor,
+) -> None:
+    lens, requests, pages = metadata.kv_lens[part], metadata.request_of_row[part], metadata.page_table
+    logits = PAGED_MQA_LOGITS.body(q_fp8, cache, weights, lens, requests, pages, metadata.max_kv_len)
+    chosen = TOPK_SLOTS.body(logits, torch.zeros_like(lens), lens, requests, pages, out.shape[1])
+    out[: chosen.shape[0]] = chosen
+    out[chosen.shape[0] :] = -1
+
+
+def _chunk_triton(
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: BatchMetadata,
+    part: slice,
+    out: torch.Tensor,
+) -> None:
+    lens, requests, pages = metadata.kv_lens[part], metadata.request_of_row[part], metadata.page_table
+    rows = q_fp8.shape[0]
+    logits = weights.new_empty(rows, _logits_stride(metadata))[:, : metadata.max_kv_len]
+    launch_paged_mqa_logits(logits, q_fp8, cache, weights, lens, requests, pages)
+    launch_topk(out, logits, None, lens, requests, pages, rows)
 
 
 def indexer_topk_short(
     layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
 ) -> None:
     """The cut's result where no row sees more than k tokens: all it sees. Reads device buffers only."""
-    context = _live_context()
+    context = live_context()
     if context is None or context.metadata is None:
         topk_result.fill_(-1)
         return
-    rows, k = topk_result.shape
-    lens = context.metadata.kv_lens[:rows].unsqueeze(1)
+    metadata, (rows, k) = context.metadata, topk_result.shape
+    if INDEXER_TOPK.choose(layer_id, q_fp8, weights, topk_result) != "reference":
+        if rows:
+            table = metadata.page_table
+            _short_kernel[(rows, triton.cdiv(k, _SHORT_BLOCK))](
+                metadata.kv_lens,
+                metadata.request_of_row,
+                table,
+                topk_result,
+                table.stride(0),
+                k,
+                PAGE_SIZE=PAGE,
+                BLOCK=_SHORT_BLOCK,
+            )
+        return
+    lens = metadata.kv_lens[:rows].unsqueeze(1)
     position = torch.arange(k, dtype=torch.int32, device=topk_result.device)
     positions = torch.where(position < lens, position, -1)
-    topk_result.copy_(
-        slots_of_positions(positions, context.metadata.request_of_row[:rows], context.metadata.page_table)
-    )
+    topk_result.copy_(slots_of_positions(positions, metadata.request_of_row[:rows], metadata.page_table))
 
 
-def _check_cut(op: str, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor) -> None:
+def check_cut(op: str, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor) -> None:
     check_tensor(op, "q_fp8", q_fp8, E4M3, (None, None, HEAD_DIM), contiguous=True)
     rows, heads = q_fp8.shape[:2]
     shape = (rows, heads) if weights.dim() == 2 else (rows, heads, 1)
@@ -81,7 +175,7 @@ def _check_cut(op: str, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result:
 def _check_indexer_topk(
     layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
 ) -> None:
-    _check_cut("indexer_topk", q_fp8, weights, topk_result)
+    check_cut("indexer_topk", q_fp8, weights, topk_result)
 
 
 def _fake_indexer_topk(
@@ -92,157 +186,14 @@ def _fake_indexer_topk(
 
 INDEXER_TOPK = define(
     "indexer_topk(int layer_id, Tensor q_fp8, Tensor weights, Tensor(a!) topk_result) -> ()",
-    reference=indexer_topk_reference,
+    reference=_cut(_chunk_reference),
     fake=_fake_indexer_topk,
     check=_check_indexer_topk,
+    providers={"triton": Provider(_cut(_chunk_triton))},
+    preference=("triton",),
     cut=True,
     short_body=indexer_topk_short,
 )
-
-# --- composites ---------------------------------------------------------------------------------------------
-
-
-def _decompose_store(bind: Any, layer_id: int, key: Any, q_fp8: Any, weights: Any, topk_result: Any) -> None:
-    cache, slots = bind("index_k", layer_id), bind("slots", rows_like=key)
-    torch.ops.sparse_pcg.index_k_store(key, cache, slots)
-    torch.ops.sparse_pcg.indexer_topk(layer_id, q_fp8, weights, topk_result)
-
-
-def _store_body(
-    layer_id: int, key: torch.Tensor, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
-) -> None:
-    context = _live_context()
-    if context is None:
-        topk_result.fill_(-1)
-        return
-    _decompose_store(ContextBind(context), layer_id, key, q_fp8, weights, topk_result)
-
-
-def _check_store(
-    layer_id: int, key: torch.Tensor, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
-) -> None:
-    op = "k_cache_and_topk_result"
-    _check_cut(op, q_fp8, weights, topk_result)
-    check_tensor(
-        op,
-        "key",
-        key,
-        (torch.bfloat16, torch.float16, torch.float32),
-        (q_fp8.shape[0], HEAD_DIM),
-        q_fp8.device,
-    )
-
-
-def _fake_store(
-    layer_id: int, key: torch.Tensor, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
-) -> None:
-    return None
-
-
-K_CACHE_AND_TOPK_RESULT = define(
-    "k_cache_and_topk_result(int layer_id, Tensor key, Tensor q_fp8, Tensor weights, Tensor(a!) topk_result)"
-    " -> ()",
-    reference=_store_body,
-    fake=_fake_store,
-    check=_check_store,
-    cut=True,
-    decompose=_decompose_store,
-)
-
-
-def _decompose_prefill(
-    bind: Any,
-    layer_id: int,
-    x: Any,
-    q_lora: Any,
-    positions: Any,
-    wq_b: Any,
-    wk: Any,
-    k_norm_weight: Any,
-    k_norm_bias: Any,
-    weights_proj: Any,
-    cos_sin_cache: Any,
-    eps: float,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-    topk_result: Any,
-) -> None:
-    ops = torch.ops.sparse_pcg
-    cache, slots = bind("index_k", layer_id), bind("slots", rows_like=x)
-    heads = bind.shape(weights_proj)[0]
-    q = F.linear(q_lora, wq_b).unflatten(-1, (-1, HEAD_DIM))
-    q_fp8, q_scale = ops.index_q_prepare(q, positions, cos_sin_cache, interleaved, hadamard, round_scale)
-    ops.index_k_prepare_store(
-        F.linear(x, wk),
-        k_norm_weight,
-        k_norm_bias,
-        eps,
-        positions,
-        cos_sin_cache,
-        interleaved,
-        hadamard,
-        cache,
-        slots,
-        round_scale,
-    )
-    weights = ops.logits_head_gate(x, weights_proj, heads**-0.5, SOFTMAX_SCALE, q_scale)
-    ops.indexer_topk(layer_id, q_fp8, weights, topk_result)
-
-
-def _prefill_body(layer_id: int, x: torch.Tensor, *args: Any) -> None:
-    context = _live_context()
-    if context is None:
-        args[-1].fill_(-1)
-        return
-    _decompose_prefill(ContextBind(context), layer_id, x, *args)
-
-
-def _check_prefill(
-    layer_id: int,
-    x: torch.Tensor,
-    q_lora: torch.Tensor,
-    positions: torch.Tensor,
-    wq_b: torch.Tensor,
-    wk: torch.Tensor,
-    k_norm_weight: torch.Tensor,
-    k_norm_bias: torch.Tensor | None,
-    weights_proj: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-    topk_result: torch.Tensor,
-) -> None:
-    op, dtype, device = "indexer_prefill", x.dtype, x.device
-    check_tensor(op, "x", x, (torch.bfloat16, torch.float16, torch.float32), (None, None))
-    rows, hidden = x.shape
-    check_tensor(op, "q_lora", q_lora, dtype, (rows, None), device)
-    check_tensor(op, "positions", positions, torch.int64, (rows,), device)
-    check_tensor(op, "weights_proj", weights_proj, (dtype, torch.float32), (None, hidden), device)
-    heads = weights_proj.shape[0]
-    check_tensor(op, "wq_b", wq_b, dtype, (heads * HEAD_DIM, q_lora.shape[1]), device)
-    check_tensor(op, "wk", wk, dtype, (HEAD_DIM, hidden), device)
-    check_tensor(op, "topk_result", topk_result, torch.int32, (rows, None), device, contiguous=True)
-
-
-def _fake_prefill(layer_id: int, x: torch.Tensor, *args: Any) -> None:
-    return None
-
-
-INDEXER_PREFILL = define(
-    "indexer_prefill(int layer_id, Tensor x, Tensor q_lora, Tensor positions, Tensor wq_b, Tensor wk,"
-    " Tensor k_norm_weight, Tensor? k_norm_bias, Tensor weights_proj, Tensor cos_sin_cache, float eps,"
-    " bool interleaved, bool hadamard, bool round_scale, Tensor(a!) topk_result) -> ()",
-    reference=_prefill_body,
-    fake=_fake_prefill,
-    check=_check_prefill,
-    cut=True,
-    decompose=_decompose_prefill,
-)
-
-# --- public functions ---------------------------------------------------------------------------------------
 
 
 def indexer_topk(
@@ -260,60 +211,3 @@ def indexer_topk(
     that the context does not know.
     """
     return torch.ops.sparse_pcg.indexer_topk(layer_id, q_fp8, weights, topk_result)
-
-
-def k_cache_and_topk_result(
-    layer_id: int, key: torch.Tensor, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
-) -> None:
-    """``index_k_store`` of ``key`` at the current batch's slots, then ``indexer_topk``.
-
-    key: [T, 128] bfloat16, float16 or float32, with RoPE (and the rotation, where the model has one) applied.
-    The rest as in ``indexer_topk``. Without a context or a batch nothing is stored and every row gets -1.
-    """
-    return torch.ops.sparse_pcg.k_cache_and_topk_result(layer_id, key, q_fp8, weights, topk_result)
-
-
-def indexer_prefill(
-    layer_id: int,
-    x: torch.Tensor,
-    q_lora: torch.Tensor,
-    positions: torch.Tensor,
-    wq_b: torch.Tensor,
-    wk: torch.Tensor,
-    k_norm_weight: torch.Tensor,
-    k_norm_bias: torch.Tensor | None,
-    weights_proj: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    eps: float,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-    topk_result: torch.Tensor,
-) -> None:
-    """The whole indexer of a layer: projections, RoPE, quantisation, K store, head gate, then
-    ``indexer_topk``.
-
-    x: [T, hidden]. q_lora: [T, q_lora_rank]. positions: int64 [T]. wq_b: [H * 128, q_lora_rank]. wk: [128,
-    hidden].
-    k_norm_weight, k_norm_bias: [128], LayerNorm of K with ``eps``. weights_proj: [H, hidden].
-    cos_sin_cache: float32 [positions, 64]. interleaved: RoPE pairs are neighbours, else halves. hadamard:
-    rotate q and K. round_scale: FP8 scales are rounded up to powers of two. topk_result: int32 [T, k],
-    written. Without a context or a batch nothing is stored and every row gets -1.
-    """
-    return torch.ops.sparse_pcg.indexer_prefill(
-        layer_id,
-        x,
-        q_lora,
-        positions,
-        wq_b,
-        wk,
-        k_norm_weight,
-        k_norm_bias,
-        weights_proj,
-        cos_sin_cache,
-        eps,
-        interleaved,
-        hadamard,
-        round_scale,
-        topk_result,
-    )

@@ -3,10 +3,115 @@
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from custom_ops._checks import check_range, check_tensor
-from custom_ops._register import debug_checks_on, define, require
+from custom_ops._register import Provider, debug_checks_on, define, require
 from custom_ops.batch_metadata import PAGE
+
+_ROWS = 128
+_REQUESTS = 64
+_COPY = 1024
+
+
+@triton.jit(do_not_specialize=["requests", "pages", "row_blocks"])
+def _fill_kernel(
+    prefix_lens: tl.tensor,
+    new_lens: tl.tensor,
+    page_table: tl.tensor,
+    positions: tl.tensor,
+    slots: tl.tensor,
+    kv_lens: tl.tensor,
+    select_lens: tl.tensor,
+    request_of_row: tl.tensor,
+    static_page_table: tl.tensor,
+    num_rows: tl.tensor,
+    requests: tl.tensor,
+    pages: tl.tensor,
+    row_blocks: tl.tensor,
+    rows: tl.tensor,
+    static_pages: tl.tensor,
+    index_topk: tl.tensor,
+    PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    REQUESTS: tl.constexpr,
+    COPY: tl.constexpr,
+) -> None:
+    """The first programs fill ROWS rows each, the others copy COPY entries of the page table each.
+
+    A row finds its request by counting the requests that end at or before it, so no scan crosses programs.
+    """
+    if tl.program_id(0) < row_blocks:
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        owner = tl.zeros((ROWS,), tl.int32)
+        first = tl.zeros((ROWS,), tl.int32)
+        total = 0
+        for at in range(0, requests, REQUESTS):
+            request = at + tl.arange(0, REQUESTS)
+            length = tl.load(new_lens + request, mask=request < requests, other=0)
+            end = total + tl.cumsum(length)
+            passed = (end[None, :] <= row[:, None]) & (request < requests)[None, :]
+            owner += tl.sum(passed.to(tl.int32), axis=1)
+            first += tl.sum(tl.where(passed, length[None, :], 0), axis=1)
+            total += tl.sum(length)
+        valid = row < total
+        position = tl.load(prefix_lens + owner, mask=valid, other=0) + row - first
+        page = tl.load(page_table + owner * pages + position // PAGE_SIZE, mask=valid, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        stored = row < rows
+        tl.store(positions + row, tl.where(valid, position, 0).to(tl.int64), mask=stored)
+        tl.store(slots + row, tl.where(valid, slot, 0), mask=stored)
+        tl.store(kv_lens + row, tl.where(valid, position + 1, 0), mask=stored)
+        tl.store(select_lens + row, tl.where(valid, tl.minimum(position + 1, index_topk), 1), mask=stored)
+        tl.store(request_of_row + row, tl.where(valid, owner, 0), mask=stored)
+        if tl.program_id(0) == 0:
+            tl.store(num_rows, total)
+    else:
+        at = (tl.program_id(0) - row_blocks) * COPY + tl.arange(0, COPY)
+        inside = at < requests * pages
+        target = static_page_table + (at // pages) * static_pages + at % pages
+        tl.store(target, tl.load(page_table + at, mask=inside), mask=inside)
+
+
+def _triton(
+    prefix_lens: torch.Tensor,
+    new_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    kv_lens: torch.Tensor,
+    select_lens: torch.Tensor,
+    request_of_row: torch.Tensor,
+    static_page_table: torch.Tensor,
+    num_rows: torch.Tensor,
+    index_topk: int,
+) -> None:
+    requests, pages = page_table.shape
+    rows = positions.shape[0]
+    row_blocks = max(1, triton.cdiv(rows, _ROWS))  # one at least: it writes num_rows
+    _fill_kernel[(row_blocks + triton.cdiv(requests * pages, _COPY),)](
+        prefix_lens,
+        new_lens,
+        page_table,
+        positions,
+        slots,
+        kv_lens,
+        select_lens,
+        request_of_row,
+        static_page_table,
+        num_rows,
+        requests,
+        pages,
+        row_blocks,
+        rows,
+        static_page_table.shape[1],
+        index_topk,
+        PAGE_SIZE=PAGE,
+        ROWS=_ROWS,
+        REQUESTS=_REQUESTS,
+        COPY=_COPY,
+    )
 
 
 def fill_batch_metadata_reference(
@@ -103,7 +208,35 @@ FILL_BATCH_METADATA = define(
     reference=fill_batch_metadata_reference,
     fake=_fake,
     check=_check,
+    providers={"triton": Provider(_triton)},
+    preference=("triton",),
 )
+
+
+KERNELS = [
+    (
+        _fill_kernel,
+        {
+            "prefix_lens": "*i32",
+            "new_lens": "*i32",
+            "page_table": "*i32",
+            "positions": "*i64",
+            "slots": "*i64",
+            "kv_lens": "*i32",
+            "select_lens": "*i32",
+            "request_of_row": "*i32",
+            "static_page_table": "*i32",
+            "num_rows": "*i32",
+            "requests": "i32",
+            "pages": "i32",
+            "row_blocks": "i32",
+            "rows": "i32",
+            "static_pages": "i32",
+            "index_topk": "i32",
+        },
+        {"PAGE_SIZE": PAGE, "ROWS": _ROWS, "REQUESTS": _REQUESTS, "COPY": _COPY},
+    )
+]
 
 
 def fill_batch_metadata(

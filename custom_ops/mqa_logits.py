@@ -8,14 +8,20 @@ e4m3 bytes, then 64 float32 scales, 8448 bytes a page.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from custom_ops._checks import E4M3, check_range, check_tensor
-from custom_ops._register import define, require
+from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE
+from custom_ops.mqa_logits_kernels import (
+    HEAD_DIM,
+    PAGE_BYTES,
+    launch_mqa_logits,
+    launch_paged_mqa_logits,
+)
 
-HEAD_DIM = 128
-PAGE_BYTES = PAGE * (HEAD_DIM + 4)
 _REFERENCE_BYTES = 1 << 26  # how much the references hold of q.k at one time
 
 # --- references ---------------------------------------------------------------------------------------------
@@ -171,12 +177,28 @@ def _fake_paged(
     return q_fp8.new_empty((q_fp8.shape[0], max_kv_len), dtype=torch.float32)
 
 
+def _triton_paged(
+    q_fp8: torch.Tensor, cache: torch.Tensor, weights: torch.Tensor, *rest: Any
+) -> torch.Tensor:
+    out = _fake_paged(q_fp8, cache, weights, *rest)
+    launch_paged_mqa_logits(out, q_fp8, cache, weights, *rest[:-1])
+    return out
+
+
+def _triton_ragged(q_fp8: torch.Tensor, k_fp8: torch.Tensor, *rest: Any) -> torch.Tensor:
+    out = _fake_ragged(q_fp8, k_fp8, *rest)
+    launch_mqa_logits(out, q_fp8, k_fp8, *rest)
+    return out
+
+
 MQA_LOGITS = define(
     "mqa_logits(Tensor q_fp8, Tensor k_fp8, Tensor k_scale, Tensor weights, Tensor starts, Tensor ends)"
     " -> Tensor",
     reference=mqa_logits_reference,
     fake=_fake_ragged,
     check=_check_ragged,
+    providers={"triton": Provider(_triton_ragged)},
+    preference=("triton",),
 )
 PAGED_MQA_LOGITS = define(
     "paged_mqa_logits(Tensor q_fp8, Tensor cache, Tensor weights, Tensor kv_lens, Tensor request_of_row,"
@@ -184,6 +206,8 @@ PAGED_MQA_LOGITS = define(
     reference=paged_mqa_logits_reference,
     fake=_fake_paged,
     check=_check_paged,
+    providers={"triton": Provider(_triton_paged)},
+    preference=("triton",),
 )
 
 

@@ -41,8 +41,12 @@ def _order_key(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def _slot(
-    table: tl.tensor, position: tl.tensor, mask: tl.tensor, PAGED: tl.constexpr, PAGE_SIZE: tl.constexpr
-):
+    table: tl.tensor,
+    position: tl.tensor,
+    mask: tl.tensor,
+    PAGED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+) -> tl.tensor:
     """A position of the row's request, or with a page table the slot it lies in."""
     if PAGED:
         page = tl.load(table + position // PAGE_SIZE, mask=mask, other=0)

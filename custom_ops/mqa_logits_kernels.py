@@ -1,0 +1,253 @@
+"""Triton kernels of ``mqa_logits`` and ``paged_mqa_logits``.
+
+A tile is 128 tokens of K against ROWS x HEADS query vectors, one FP8 product with float32 sums; ReLU, gate
+and the sum over the heads follow in registers. Each logit is computed from its own row and token alone, in an
+order that depends on the number of heads only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from custom_ops._checks import E4M3
+from custom_ops.batch_metadata import PAGE
+
+HEAD_DIM = 128
+PAGE_BYTES = PAGE * (HEAD_DIM + 4)
+_SCALE_ROW = PAGE_BYTES // 4  # a page in float32 elements
+_SCALES_AT = PAGE * HEAD_DIM // 4  # where its scales begin
+_KV_BLOCK = 128
+_QUERY_BLOCK = 128  # (row, head) pairs of a tile
+
+
+@triton.jit
+def _load_queries(
+    q: tl.tensor,
+    weights: tl.tensor,
+    row: tl.tensor,
+    num_rows: tl.tensor,
+    HEADS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """q of ROWS rows as [ROWS * HEADS_P2, DIM] and their gates; zero beyond the rows and the heads."""
+    pair = tl.arange(0, ROWS * HEADS_P2)
+    pair_row = row + pair // HEADS_P2
+    live = (pair_row < num_rows) & (pair % HEADS_P2 < HEADS)
+    at = pair_row.to(tl.int64) * HEADS + pair % HEADS_P2
+    tile = tl.load(q + at[:, None] * DIM + tl.arange(0, DIM)[None, :], mask=live[:, None], other=0.0)
+    return tile, tl.load(weights + at, mask=live, other=0.0)
+
+
+@triton.jit
+def _logits_tile(
+    k: tl.tensor,
+    k_scale: tl.tensor,
+    q: tl.tensor,
+    gates: tl.tensor,
+    ROWS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+) -> tl.tensor:
+    """[KV, ROWS] logits of a K tile [KV, DIM]."""
+    scores = tl.maximum(tl.dot(k, tl.trans(q)), 0.0, propagate_nan=tl.PropagateNan.ALL) * gates[None, :]
+    return tl.sum(tl.reshape(scores, (k.shape[0], ROWS, HEADS_P2)), axis=2) * k_scale[:, None]
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "out_stride"])
+def _mqa_logits_kernel(
+    q: tl.tensor,
+    k: tl.tensor,
+    k_scale: tl.tensor,
+    weights: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    out_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV: tl.constexpr,
+    DIM: tl.constexpr,
+) -> None:
+    """A program takes ROWS rows and every num_programs(1)-th K tile that any of them sees."""
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    start = tl.load(starts + row, mask=row < num_rows, other=0x7FFFFFFF)
+    end = tl.minimum(tl.load(ends + row, mask=row < num_rows, other=0), width)
+    start = tl.where(start < end, start, 0x7FFFFFFF)  # a row without columns asks for no tile
+    q_tile, gates = _load_queries(q, weights, first, num_rows, HEADS, HEADS_P2, ROWS, DIM)
+    out_row = out + row.to(tl.int64) * out_stride
+    last = tl.cdiv(tl.max(end), KV)
+    for tile in range(tl.min(start) // KV + tl.program_id(1), last, tl.num_programs(1)):
+        column = tile * KV + tl.arange(0, KV)
+        inside = column < width
+        offset = column.to(tl.int64)[:, None] * DIM + tl.arange(0, DIM)[None, :]
+        k_tile = tl.load(k + offset, mask=inside[:, None], other=0.0)
+        scale = tl.load(k_scale + column, mask=inside, other=0.0)
+        logits = _logits_tile(k_tile, scale, q_tile, gates, ROWS, HEADS_P2)
+        wanted = (column[:, None] >= start[None, :]) & (column[:, None] < end[None, :])
+        tl.store(out_row[None, :] + column[:, None], logits, mask=wanted)
+
+
+@triton.jit(do_not_specialize=["num_rows", "width", "out_stride"])
+def _paged_mqa_logits_kernel(
+    q: tl.tensor,
+    cache: tl.tensor,
+    cache_scales: tl.tensor,
+    weights: tl.tensor,
+    kv_lens: tl.tensor,
+    request_of_row: tl.tensor,
+    page_table: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    table_stride: tl.tensor,
+    out_stride: tl.tensor,
+    HEADS: tl.constexpr,
+    HEADS_P2: tl.constexpr,
+    ROWS: tl.constexpr,
+    KV: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    PAGE_ROW: tl.constexpr,
+    SCALE_ROW: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+) -> None:
+    """As the ragged kernel, for each request that has rows here (in a sorted batch one, seldom two)."""
+    first = tl.program_id(0) * ROWS
+    row = first + tl.arange(0, ROWS)
+    length = tl.minimum(tl.load(kv_lens + row, mask=row < num_rows, other=0), width)
+    owner = tl.load(request_of_row + row, mask=row < num_rows, other=0x7FFFFFFF)
+    owner = tl.where(length > 0, owner, 0x7FFFFFFF)
+    q_tile, gates = _load_queries(q, weights, first, num_rows, HEADS, HEADS_P2, ROWS, DIM)
+    out_row = out + row.to(tl.int64) * out_stride
+    request = tl.min(owner)
+    while request < 0x7FFFFFFF:
+        seen = tl.where(owner == request, length, 0)
+        longest = tl.max(seen)
+        table = page_table + request.to(tl.int64) * table_stride
+        for tile in range(tl.program_id(1), tl.cdiv(longest, KV), tl.num_programs(1)):
+            column = tile * KV + tl.arange(0, KV)
+            inside = column < longest
+            page = tl.load(table + column // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+            token = column % PAGE_SIZE
+            offset = (page * PAGE_ROW + token * DIM)[:, None] + tl.arange(0, DIM)[None, :]
+            k_tile = tl.load(cache + offset, mask=inside[:, None], other=0.0)
+            scale = tl.load(cache_scales + page * SCALE_ROW + SCALES_AT + token, mask=inside, other=0.0)
+            logits = _logits_tile(k_tile, scale, q_tile, gates, ROWS, HEADS_P2)
+            wanted = column[:, None] < seen[None, :]
+            tl.store(out_row[None, :] + column[:, None], logits, mask=wanted)
+        request = tl.min(tl.where(owner > request, owner, 0x7FFFFFFF))
+
+
+def _tiling(heads: int) -> dict[str, int]:
+    padded = triton.next_power_of_2(heads)
+    rows = max(1, min(16, _QUERY_BLOCK // padded))
+    return {"HEADS": heads, "HEADS_P2": padded, "ROWS": rows, "KV": _KV_BLOCK, "DIM": HEAD_DIM}
+
+
+def _grid(rows: int, width: int, tiling: dict[str, int]) -> tuple[int, int]:
+    """Row blocks, and K splits enough to fill a GPU: who computes a logit, never its value."""
+    blocks = triton.cdiv(rows, tiling["ROWS"])
+    tiles = triton.cdiv(width, _KV_BLOCK)
+    return blocks, max(1, min(triton.cdiv(tiles, 4), triton.cdiv(1024, blocks)))
+
+
+_PAGED_CONSTANTS = {
+    "PAGE_SIZE": PAGE,
+    "PAGE_ROW": PAGE_BYTES,
+    "SCALE_ROW": _SCALE_ROW,
+    "SCALES_AT": _SCALES_AT,
+}
+
+
+def launch_paged_mqa_logits(
+    out: torch.Tensor,
+    q_fp8: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    kv_lens: torch.Tensor,
+    request_of_row: torch.Tensor,
+    page_table: torch.Tensor,
+) -> None:
+    """Write the logits of each row into ``out`` float32 [T, max_kv_len], of any row stride."""
+    rows, width = out.shape
+    if rows == 0 or width == 0:
+        return
+    tiling = _tiling(q_fp8.shape[1])
+    _paged_mqa_logits_kernel[_grid(rows, width, tiling)](
+        q_fp8,
+        cache.view(E4M3),
+        cache.view(torch.float32),
+        weights,
+        kv_lens,
+        request_of_row,
+        page_table,
+        out,
+        rows,
+        width,
+        page_table.stride(0),
+        out.stride(0),
+        **tiling,
+        **_PAGED_CONSTANTS,
+        num_warps=8,
+    )
+
+
+def launch_mqa_logits(
+    out: torch.Tensor,
+    q_fp8: torch.Tensor,
+    k_fp8: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+) -> None:
+    """Write the logits of each row into ``out`` float32 [T, S], of any row stride."""
+    rows, width = out.shape
+    if rows == 0 or width == 0:
+        return
+    tiling = _tiling(q_fp8.shape[1])
+    _mqa_logits_kernel[_grid(rows, width, tiling)](
+        q_fp8, k_fp8, k_scale, weights, starts, ends, out, rows, width, out.stride(0), **tiling, num_warps=8
+    )
+
+
+_QUERIES = {"q": "*fp8e4nv", "weights": "*fp32", "out": "*fp32", "num_rows": "i32", "width": "i32"}
+KERNELS = [
+    entry
+    for heads in (4, 32, 64)
+    for entry in (
+        (
+            _mqa_logits_kernel,
+            {
+                **_QUERIES,
+                "k": "*fp8e4nv",
+                "k_scale": "*fp32",
+                "starts": "*i32",
+                "ends": "*i32",
+                "out_stride": "i64",
+            },
+            _tiling(heads),
+        ),
+        (
+            _paged_mqa_logits_kernel,
+            {
+                **_QUERIES,
+                "cache": "*fp8e4nv",
+                "cache_scales": "*fp32",
+                "kv_lens": "*i32",
+                "request_of_row": "*i32",
+                "page_table": "*i32",
+                "table_stride": "i32",
+                "out_stride": "i64",
+            },
+            {**_tiling(heads), **_PAGED_CONSTANTS},
+        ),
+    )
+]
