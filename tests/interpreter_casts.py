@@ -1,8 +1,8 @@
-"""Exact float casts for Triton's interpreter.
+"""Exact float casts and products for Triton's interpreter.
 
-The interpreter truncates float32 -> bfloat16 where a GPU rounds to nearest even, rounds float8 ties up and
-turns float8 subnormals into zero. With PyTorch's casts in their place an interpreted kernel can be
-compared bitwise.
+The interpreter truncates float32 -> bfloat16 where a GPU rounds to nearest even, rounds float8 ties up, turns
+float8 subnormals into zero and multiplies the bits of bfloat16 matrices as integers. With PyTorch's casts in
+their place an interpreted kernel can be compared bitwise.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import triton.language as tl
 from triton.runtime import interpreter
 
 _TORCH = {
@@ -41,3 +42,11 @@ def repair() -> None:
 
     convert.repaired = True  # type: ignore[attr-defined]
     interpreter._convert_float = convert
+
+    original_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+        a, b = (self.cast_impl(x, tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b))
+        return original_dot(self, a, b, d, *rest)
+
+    interpreter.InterpreterBuilder.create_dot = dot

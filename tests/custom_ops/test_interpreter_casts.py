@@ -1,4 +1,4 @@
-"""The interpreter's casts are the GPU's: nearest even, subnormals kept, float8 saturated."""
+"""The interpreter's casts are the GPU's (nearest even, subnormals kept, float8 saturated), its products exact."""
 
 from __future__ import annotations
 
@@ -27,3 +27,17 @@ def test_casts_are_exact(dtype: torch.dtype) -> None:
     got_bytes, want_bytes = (t.cpu().view(torch.uint8).view(16, -1)[number] for t in (out, want))
     assert torch.equal(got_bytes, want_bytes)
     assert out.float().isnan().cpu().equal(want.float().isnan())
+
+
+@triton.jit
+def _dot_kernel(a: tl.tensor, b: tl.tensor, out: tl.tensor, N: tl.constexpr) -> None:
+    i = tl.arange(0, N)[:, None] * N + tl.arange(0, N)[None, :]
+    tl.store(out + i, tl.dot(tl.load(a + i), tl.load(b + i), input_precision="ieee"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_products_are_exact(dtype: torch.dtype) -> None:
+    a, b = (torch.randint(-8, 9, (32, 32)).float().to(dtype).to(s.DEVICE) for _ in range(2))
+    out = torch.empty(32, 32, device=s.DEVICE)
+    _dot_kernel[(1,)](a, b, out, N=32)
+    assert torch.equal(out, a.float() @ b.float())
