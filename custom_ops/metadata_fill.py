@@ -68,10 +68,10 @@ def _fill_kernel(
         if tl.program_id(0) == 0:
             tl.store(num_rows, total)
     else:
-        at = (tl.program_id(0) - row_blocks) * COPY + tl.arange(0, COPY)
-        inside = at < requests * pages
-        target = static_page_table + (at // pages) * static_pages + at % pages
-        tl.store(target, tl.load(page_table + at, mask=inside), mask=inside)
+        entry = (tl.program_id(0) - row_blocks) * COPY + tl.arange(0, COPY)
+        inside = entry < requests * pages
+        target = static_page_table + (entry // pages) * static_pages + entry % pages
+        tl.store(target, tl.load(page_table + entry, mask=inside), mask=inside)
 
 
 def _triton(
