@@ -61,7 +61,7 @@ class CompiledModule:
             if name not in self._signature.parameters:
                 raise ValueError(f"dynamic_dims: no parameter {name!r}, there are {list(self._signature.parameters)}")
         self.compiled: Callable[..., Any] = torch.compile(
-            module, backend="sparse_pcg", fullgraph=True, options=_as_dict(options)
+            module, backend="sparse_pcg", fullgraph=True, options=options.to_dict()
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +91,6 @@ def compile(
     return CompiledModule(module, dynamic_dims, Options.of(options))
 
 
-def _as_dict(options: Options) -> dict[str, Any]:
-    import dataclasses
-
-    return {f.name: getattr(options, f.name) for f in dataclasses.fields(options)}
-
-
 def freeze() -> None:
     """From now on nothing is captured or compiled inside a call: what is not captured runs uncompiled or uncaptured.
 
@@ -107,7 +101,7 @@ def freeze() -> None:
 
 def reset() -> None:
     """Drop captured graphs, pools and counters, and lift ``freeze()``. Compiled modules go on working, captured anew."""
-    for graph in list(LIVE):
-        graph.drop()
+    for owner in (*session.RESETTABLE, *LIVE):
+        owner.drop()
     session.set_frozen(False)
     counters.clear()

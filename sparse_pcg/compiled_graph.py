@@ -20,7 +20,7 @@ from custom_ops._register import op_of
 from . import session
 from .analysis import Analysis, analyse, source_line, symbols_of
 from .counters import COUNTS, LIVE, count_fallback, logger
-from .errors import CaptureError, FrozenError
+from .errors import FrozenError
 from .graphs import GraphDevice, device_for
 from .memory import Pool, storage_ptr
 from .options import Options
@@ -173,15 +173,23 @@ class CompiledGraph:
         static.copy_back(inputs)
         return static.deliver(plan.outputs, inputs, self.options.static_outputs)
 
-    def plan(self, inputs: Sequence[Any], *, variant: str = "cut", label: str = "", pool: Pool | None = None) -> Plan | None:
-        """Record a plan for ``inputs``, all of which stay where they are. None where graphs are off."""
+    def plan(self, inputs: Sequence[Any], *, variant: str = "cut", label: str = "") -> Plan | None:
+        """Record a plan for ``inputs``, all of which stay where they are, in this graph's pool. None: graphs are off."""
         if self._device is None:
             self._device = device_for(self.options.graphs, inputs)
         if self._device is None:
             return None
-        if pool is None:
-            self._pool = pool = self._pool or self._device.new_pool()
-        return record_plan(self.program, inputs, self._device, pool, variant=variant, label=label)
+        self._pool = self._pool or self._device.new_pool()
+        return record_plan(self.program, inputs, self._device, self._pool, variant=variant, label=label)
+
+    def captured_sizes(self) -> list[str]:
+        """What plain calls have captured so far, as text: the value of each symbol."""
+        return [self._size(key) for key, entry in self._entries.items() if entry is not None]
+
+    def poison(self) -> None:
+        """Overwrite what an emulated pool holds: a step that reads stale memory then shows."""
+        if self._pool is not None:
+            self._pool.poison()
 
     def _may_capture(self, key: tuple[int, ...]) -> bool:
         if self.options.graphs == "off" or self.piece_count == 0:
@@ -348,6 +356,3 @@ def _step(segment: Segment, compiled: Distinct | None, number: dict[fx.Node, int
 def _is_value(node: fx.Node) -> bool:
     example = node.meta.get("example_value")
     return example is not None and not isinstance(example, (tuple, list))
-
-
-__all__ = ["CaptureError", "CompiledGraph", "storage_ptr"]

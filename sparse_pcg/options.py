@@ -74,6 +74,10 @@ class Options:
                 raise OptionError(f"unknown option {name!r} (given {value!r}); accepted options: {', '.join(known)}")
         return cls(**given)
 
+    def to_dict(self) -> dict[str, Any]:
+        """As ``torch.compile(options=...)`` takes them."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
 
 def _refuse(name: str, value: Any, accepted: str) -> None:
     raise OptionError(f"option {name!r}: got {value!r}, accepted: {accepted}")

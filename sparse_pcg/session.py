@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,7 @@ class _Local(threading.local):
 
 
 _state, _local = _State(), _Local()
+RESETTABLE: weakref.WeakSet[Any] = weakref.WeakSet()  # what ``reset`` calls ``drop()`` on
 
 
 def frozen() -> bool:
