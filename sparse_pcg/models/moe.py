@@ -64,12 +64,13 @@ def experts_dense(
     ``route``. valid: bool [T]; the result's other rows are zero. Returns [T, hidden] in x's dtype, summed
     in float32.
     """
-    hidden = swiglu(torch.matmul(x, gate_up.transpose(1, 2)))
-    outputs = torch.bmm(hidden, down.transpose(1, 2)).float()
     gates = weights.new_zeros((x.shape[0], gate_up.shape[0])).scatter(1, ids, weights)
-    gates = gates.masked_fill(~valid.unsqueeze(1), 0.0).t().unsqueeze(2)
+    gates = gates.masked_fill(~valid.unsqueeze(1), 0.0).unsqueeze(2)
+    # One GEMM over all experts each way; the second one sums over them.
+    hidden = swiglu(F.linear(x, gate_up.flatten(0, 1)).unflatten(1, gate_up.shape[:2])).float()
     # where, not a product alone: an expert that a row does not use may overflow on it
-    return torch.where(gates > 0, outputs * gates, 0.0).sum(dim=0).to(x.dtype)
+    weighted = torch.where(gates > 0, hidden * gates, 0.0).to(x.dtype)
+    return F.linear(weighted.flatten(1), down.transpose(0, 1).flatten(1))
 
 
 def experts_grouped(
