@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from custom_ops._checks import FLOATS, check_tensor
 from custom_ops._register import define
 from custom_ops.batch_metadata import ContextBind, current_context
+from custom_ops.index_cache import HEAD_DIM
 from custom_ops.indexer import check_cut, live_context
-from custom_ops.mqa_logits_kernels import HEAD_DIM
 from custom_ops.sparse_mla import LATENT, ROPE
 
 SOFTMAX_SCALE = HEAD_DIM**-0.5

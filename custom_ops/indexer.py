@@ -16,8 +16,9 @@ import triton.language as tl
 from custom_ops._checks import E4M3, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, current_context
+from custom_ops.index_cache import HEAD_DIM
 from custom_ops.mqa_logits import PAGED_MQA_LOGITS
-from custom_ops.mqa_logits_kernels import HEAD_DIM, launch_paged_mqa_logits
+from custom_ops.mqa_logits_kernels import launch_paged_mqa_logits
 from custom_ops.topk import TOPK_SLOTS, launch_topk, slots_of_positions
 
 

@@ -15,12 +15,8 @@ import torch
 from custom_ops._checks import E4M3, check_range, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE
-from custom_ops.mqa_logits_kernels import (
-    HEAD_DIM,
-    PAGE_BYTES,
-    launch_mqa_logits,
-    launch_paged_mqa_logits,
-)
+from custom_ops.index_cache import HEAD_DIM, check_pages
+from custom_ops.mqa_logits_kernels import launch_mqa_logits, launch_paged_mqa_logits
 
 _REFERENCE_BYTES = 1 << 26  # how much the references hold of q.k at one time
 
@@ -132,7 +128,7 @@ def _check_paged(
 ) -> None:
     op, rows, device = "paged_mqa_logits", q_fp8.shape[0], q_fp8.device
     _check_queries(op, q_fp8, weights)
-    check_tensor(op, "cache", cache, torch.uint8, (None, PAGE_BYTES), device, contiguous=True)
+    check_pages(op, cache, device)
     check_tensor(op, "kv_lens", kv_lens, torch.int32, (rows,), device, contiguous=True)
     check_tensor(op, "request_of_row", request_of_row, torch.int32, (rows,), device, contiguous=True)
     check_tensor(op, "page_table", page_table, torch.int32, (None, None), device)

@@ -13,9 +13,8 @@ import triton.language as tl
 
 from custom_ops._checks import E4M3
 from custom_ops.batch_metadata import PAGE
+from custom_ops.index_cache import HEAD_DIM, PAGE_BYTES
 
-HEAD_DIM = 128
-PAGE_BYTES = PAGE * (HEAD_DIM + 4)
 _SCALE_ROW = PAGE_BYTES // 4  # a page in float32 elements
 _SCALES_AT = PAGE * HEAD_DIM // 4  # where its scales begin
 _KV_BLOCK = 128

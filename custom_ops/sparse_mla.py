@@ -46,12 +46,11 @@ def _sparse_mla_kernel(
     ROPE_STRIDE: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
     COMPUTE: tl.constexpr,
-    DOT: tl.constexpr,
 ) -> None:
     """One program a row and block of heads; online softmax over TOKENS selected tokens at a time.
 
     latents, ropes, scales: the parts of a cache row, each at its own offset and element type (``_parts``).
-    SCALE_STRIDE 0: no scales. Values are rounded to COMPUTE and multiplied as DOT.
+    SCALE_STRIDE 0: no scales.
     """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
@@ -60,8 +59,8 @@ def _sparse_mla_kernel(
     length = tl.minimum(tl.load(select_lens + row), k)
     query = q + (row * HEADS + head)[:, None] * (LATENT_DIM + ROPE_DIM)
     present = (head < HEADS)[:, None]
-    q_latent = tl.load(query + dim[None, :], mask=present, other=0.0).to(COMPUTE).to(DOT)
-    q_rope = tl.load(query + LATENT_DIM + rope_dim[None, :], mask=present, other=0.0).to(COMPUTE).to(DOT)
+    q_latent = tl.load(query + dim[None, :], mask=present, other=0.0).to(COMPUTE)
+    q_rope = tl.load(query + LATENT_DIM + rope_dim[None, :], mask=present, other=0.0).to(COMPUTE)
     scale = sm_scale * 1.4426950408889634  # exp2 instead of exp
     peak = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
     total = tl.zeros((HEAD_BLOCK,), tl.float32)
@@ -81,21 +80,17 @@ def _sparse_mla_kernel(
             )
             grouped = tl.reshape(latent.to(tl.float32), (TOKENS, LATENT_DIM // _GROUP, _GROUP))
             latent = tl.reshape(grouped * factor[:, :, None], (TOKENS, LATENT_DIM))
-        latent = latent.to(COMPUTE).to(DOT)
+        latent = latent.to(COMPUTE)
         rope = tl.load(ropes + slot[:, None] * ROPE_STRIDE + rope_dim[None, :], mask=live[:, None], other=0.0)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores = (
-            tl.dot(q_rope, tl.trans(rope.to(COMPUTE).to(DOT)), acc=scores, input_precision="ieee") * scale
-        )
+        scores = tl.dot(q_rope, tl.trans(rope.to(COMPUTE)), acc=scores, input_precision="ieee") * scale
         scores = tl.where(live[None, :], scores, float("-inf"))
         raised = tl.maximum(peak, tl.max(scores, axis=1))
         anchor = tl.where(raised == float("-inf"), 0.0, raised)
         weights = tl.exp2(scores - anchor[:, None])
         shrink = tl.exp2(peak - anchor)
         total = total * shrink + tl.sum(weights, axis=1)
-        attended = tl.dot(
-            weights.to(COMPUTE).to(DOT), latent, acc=attended * shrink[:, None], input_precision="ieee"
-        )
+        attended = tl.dot(weights.to(COMPUTE), latent, acc=attended * shrink[:, None], input_precision="ieee")
         peak = raised
     attended = attended / tl.where(total == 0.0, 1.0, total)[:, None]
     target = out + (row * HEADS + head)[:, None] * LATENT_DIM + dim[None, :]
@@ -136,7 +131,6 @@ def _triton(
     rows, heads = q.shape[:2]
     if rows == 0:
         return
-    # The interpreter multiplies bfloat16 as the integers it stores it in.
     compute = _compute_dtype(q, cache, layout)
     tiling = _tiling(heads, compute)
     latents, ropes, scales = _parts(cache, layout)
@@ -158,7 +152,6 @@ def _triton(
         ROPE_STRIDE=ropes.stride(0),
         SCALE_STRIDE=scales.stride(0) if layout == "fp8_packed" else 0,
         COMPUTE=_COMPUTE[compute],
-        DOT=tl.float32 if triton.knobs.runtime.interpret else _COMPUTE[compute],
         num_warps=8,
     )
 
@@ -279,7 +272,6 @@ KERNELS = [
             "ROPE_STRIDE": strides[1],
             "SCALE_STRIDE": strides[2],
             "COMPUTE": tl.bfloat16,
-            "DOT": tl.bfloat16,
         },
     )
     for heads in (8, 64)
