@@ -54,6 +54,8 @@ def test_bucket_for_worked_values(rows, bucket):
 def test_padding_is_at_most_twofold():
     assert bucket_for(31, (4, 64)) is None
     assert bucket_for(32, (4, 64)) == 64
+    assert bucket_for(32, (4, 65)) is None
+    assert bucket_for(33, (4, 65)) == 65
 
 
 @pytest.mark.parametrize(("bucket", "rows"), [(4, 2), (8, 5), (48, 33), (80, 65), (96, 81), (1280, 1025)])
