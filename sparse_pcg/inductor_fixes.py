@@ -13,6 +13,12 @@ made of:
     An operator writes ``x`` and reads a copy of ``x``: graph passes take the copy for a no-op and remove it,
     so the operator reads what it has just written.
 
+A fourth costs time, not results:
+
+``self_copy``
+    An operator writes a dtype view of an input (``pool.view(torch.uint8)``): the whole input is copied onto
+    itself at the end.
+
 ``repaired()`` wraps the functions at fault and puts them back on exit. They are private to PyTorch, so this
 module is the one place that knows their names; on a PyTorch where they do not look as expected it raises.
 """
@@ -38,21 +44,21 @@ import torch._inductor.config as inductor_settings
 import torch._inductor.fx_passes.post_grad as post_grad
 import torch.utils._pytree as pytree
 from torch import fx
-from torch._dynamo.utils import detect_fake_mode
-from torch._guards import TracingContext, tracing
+from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._inductor import ir
 from torch._inductor.fx_utils import get_node_storage
 from torch._inductor.virtualized import V
 from torch._library.utils import zip_schema
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from sparse_pcg.compile_cache import cache_dir
 
 TRUSTED_VERSIONS = ((2, 11), (2, 12), (2, 13), (2, 14))
-REPAIRS = ("offset_slice", "pending_read", "dropped_clone")
+REPAIRS = ("offset_slice", "pending_read", "dropped_clone", "self_copy")
 
 _enabled = REPAIRS  # tests take one out
+_keep_alive: list[torch.library.Library] = []
 _lock = threading.RLock()
 _depth = 0
 
@@ -202,6 +208,23 @@ def _copy_merged_reads(graph: fx.Graph, node: fx.Node, reads: dict[int, torch.Te
         node.args, node.kwargs = pytree.tree_unflatten(leaves, spec)
 
 
+def _repair_self_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    def post_grad_passes(gm: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        result = original(gm, *args, **kwargs)
+        for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
+            target, source = node.args[:2]
+            root = source
+            while isinstance(root, fx.Node) and root.target is torch.ops.aten.view.dtype:
+                root = root.args[0]
+            if root is target and source.meta["val"].dtype == target.meta["val"].dtype:
+                node.replace_all_uses_with(target)
+                gm.graph.erase_node(node)
+        gm.recompile()
+        return result
+
+    return post_grad_passes
+
+
 def _patches() -> dict[str, tuple[Patch, ...]]:
     return {
         "offset_slice": (Patch(auto_functionalize, "try_use_slice", ("base", "tensor"), _repair_slice),),
@@ -212,6 +235,8 @@ def _patches() -> dict[str, tuple[Patch, ...]]:
             Patch(inductor_compile_fx, "joint_graph_passes", ("graph",), _repair_noops),
             Patch(post_grad, "remove_noop_ops", ("graph",), _repair_noops),
         ),
+        "self_copy": (Patch(inductor_compile_fx, "post_grad_passes", ("gm", "is_inference"),
+        _repair_self_copies),),
     }
 
 
@@ -256,13 +281,77 @@ def compile_piece(gm: fx.GraphModule, fake_inputs: Sequence[Any]) -> Callable[..
     gm: a graph over tensors and SymInts that are all inputs (no parameters of its own); left unchanged.
     fake_inputs: one FakeTensor or SymInt per input, of one fake mode; symbolic sizes stay symbolic.
     Returns ``fn(*inputs)``, which gives the graph's outputs, always as a tuple or list, with the fake
-    strides, and writes the inputs that the graph writes.
+    strides, and writes the inputs that the graph writes. Raises ValueError for a real tensor among the
+    inputs.
     """
-    fake_mode = detect_fake_mode(list(fake_inputs)) or FakeTensorMode()
+    real = [i for i, given in enumerate(fake_inputs) if _is_real(given)]
+    if real:
+        raise ValueError(f"compile_piece: fake_inputs must be fake tensors, got real ones at {real}")
     graph = copy.deepcopy(gm.graph)
     output = next(iter(reversed(graph.nodes)))
     if not isinstance(output.args[0], (tuple, list)):
         output.args = ((output.args[0],),)
-    with repaired(), cache_dir(version()), torch.no_grad(), tracing(TracingContext(fake_mode)):
-        # no symbol is new to the inputs' own fake mode, and the ambient trace is left alone
+    # the inputs' own fake mode: it knows their symbols; a context of our own: the ambient trace is left alone
+    context = TracingContext(detect_fake_mode(list(fake_inputs)) or FakeTensorMode())
+    with repaired(), cache_dir(version()), torch.no_grad(), tracing(context):
         return inductor_compile_fx.compile_fx(fx.GraphModule(gm, graph), list(fake_inputs))  # type: ignore
+
+
+def _is_real(given: Any) -> bool:
+    return isinstance(given, torch.Tensor) and not isinstance(given, FakeTensor)
+
+
+def self_test() -> list[str]:
+    """Compile a small model per miscompile, caches off, compare with eager: the repairs that do not hold."""
+    write = _self_test_op()
+
+    def models(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        write(a[1:3], a[:1] * 0)
+        before = b[1:3] * 2
+        write(b, before[:1])
+        write(c, c.clone())
+        return a + 1, before + b[1:3], c + 1
+
+    def inputs() -> list[torch.Tensor]:
+        return [torch.arange(48.0).view(6, 8)[2:] for _ in range(3)]
+
+    mode = FakeTensorMode()
+    with inductor_settings.patch(force_disable_caches=True):
+        compiled = compile_piece(fx.symbolic_trace(models), [mode.from_tensor(a) for a in inputs()])
+    given, expected = inputs(), inputs()
+    pairs = zip(given, compiled(*given), expected, models(*expected), strict=True)
+    right = [torch.equal(a, e) and torch.equal(out, want) for a, out, e, want in pairs]
+    return [name for name, ok in zip(REPAIRS, right, strict=False) if not ok]
+
+
+@functools.cache
+def _self_test_op() -> Any:
+    def write(x: torch.Tensor, y: torch.Tensor) -> None:
+        x.zero_()
+        x.add_(y)
+
+    _keep_alive.append(library := torch.library.Library("sparse_pcg_self_test", "DEF"))
+    library.define("write(Tensor(a!) x, Tensor y) -> ()")
+    library.impl("write", write, "CompositeExplicitAutograd")
+    library._register_fake("write", lambda x, y: None)
+    return torch.ops.sparse_pcg_self_test.write
+
+
+@functools.cache
+def ensure_supported() -> None:
+    """Raise UnsupportedTorch unless the repairs hold on this PyTorch; on one not tried before, run the
+    self-test.
+
+    Cached: the backend calls it before it compiles.
+    """
+    for patches in _patches().values():
+        for patch in patches:
+            patch.original()
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) in TRUSTED_VERSIONS:
+        return
+    failures = self_test()
+    if failures:
+        raise UnsupportedTorch(
+            f"torch {torch.__version__} is not one of the tried versions {TRUSTED_VERSIONS}, and these "
+            f"repairs of Inductor miscompiles do not hold on it: {', '.join(failures)}; use compiler='eager'"
+        )
