@@ -101,7 +101,9 @@ def logits_head_gate_reference(
 ) -> torch.Tensor:
     """Plain PyTorch: the specification of ``logits_head_gate``."""
     gate = torch.nn.functional.linear(x.float(), weight.float()) * n_heads_inv_sqrt
-    return (gate * q_scale.reshape(gate.shape) * softmax_scale).unsqueeze(-1)
+    gate = gate * q_scale.reshape(gate.shape) * softmax_scale
+    # A product of no rows has strides of its own: copied into the strides that are promised.
+    return _fake(x, weight, n_heads_inv_sqrt, softmax_scale, q_scale).copy_(gate.unsqueeze(-1))
 
 
 def scale_head_gate_reference(

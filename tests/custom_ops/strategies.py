@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 import torch
 
-from custom_ops._register import OPS
+from custom_ops._register import OPS, use_provider
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ON_GPU = DEVICE == "cuda"
@@ -110,6 +112,46 @@ def assert_fake_is_exact(name: str, args: Sequence[Any], real: Any) -> None:
     for f, r in zip(fakes, reals, strict=True):
         assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device), (f, r)
         assert f.stride() == r.stride(), (f.stride(), r.stride())
+
+
+def call(name: str, provider: str, args: Mapping[str, Any]) -> Any:
+    """Run an op through the dispatcher with one provider; ``args`` in the order of the schema."""
+    with use_provider(name, provider):
+        return OPS[name].overload(*args.values())
+
+
+def assert_refused(name: str, args: Mapping[str, Any], argument: str, said: str = "") -> None:
+    """The op raises ValueError that names itself, ``argument`` and ``said``, and writes nothing."""
+    tensors = [a for a in args.values() if isinstance(a, torch.Tensor)]
+    before = [as_bytes(t).clone() for t in tensors]
+    for provider in ("reference", "triton"):
+        with pytest.raises(ValueError, match=f"^{name}: {argument} must be .*{re.escape(said)}"):
+            call(name, provider, args)
+    assert all(torch.equal(as_bytes(t), old) for t, old in zip(tensors, before, strict=True))
+
+
+def assert_refused_on_another_device(name: str, args: Mapping[str, Any], *arguments: str) -> None:
+    """Each of ``arguments`` alone on another device is refused by name."""
+    for argument in arguments:
+        moved = {**args, argument: args[argument].to("meta")}
+        with pytest.raises(ValueError, match=f"^{name}: {argument} must be on {DEVICE}.*got meta"):
+            OPS[name].check(*moved.values())
+
+
+def rope_table(max_positions: int = 97, rope_dim: int = 64) -> torch.Tensor:
+    """float32 [max positions, rope_dim] = [cos | sin] of seeded angles."""
+    angles = torch.rand(max_positions, rope_dim // 2, generator=generator(11)) * 6.3
+    return torch.cat((angles.cos(), angles.sin()), 1).to(DEVICE)
+
+
+def integers(high: int, size: int, seed: int = 0) -> torch.Tensor:
+    """int64 [size], values in [0, high)."""
+    return torch.randint(high, (size,), generator=generator(seed)).to(DEVICE)
+
+
+def distinct(high: int, size: int, seed: int = 0) -> torch.Tensor:
+    """int64 [size], different values in [1, high): slot 0 is the dummy."""
+    return (torch.randperm(high - 1, generator=generator(seed))[:size] + 1).to(DEVICE)
 
 
 def bench(label: str, run: Callable[[], Any], nbytes: int, repeats: int = 50) -> float:

@@ -1,4 +1,4 @@
-"""The interpreter's casts are the GPU's (nearest even, subnormals kept, float8 saturated), its products exact."""
+"""The interpreter casts as a GPU does (nearest even, subnormals, float8 saturation) and multiplies right."""
 
 from __future__ import annotations
 
