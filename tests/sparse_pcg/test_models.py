@@ -25,8 +25,8 @@ def model():
     return DSAModel(TINY, dtype=torch.float32, seed=1)
 
 
-def new_kv(config=TINY, num_pages=20, layout="bf16", dtype=torch.float32):
-    return PagedKV(config.num_layers, num_pages, layout, config.index_layers, dtype, poison=True)
+def new_kv(config=TINY, num_pages=20, layout="bf16", dtype=torch.float32, device="cpu"):
+    return PagedKV(config.num_layers, num_pages, layout, config.index_layers, dtype, device, poison=True)
 
 
 def tokens(count, seed=0):
@@ -38,9 +38,11 @@ def prefill(model, kv, chunks, pad_to=None, pad_id=0):
 
     The rows are laid out here in plain Python, and the tail past them padded to ``pad_to`` rows.
     """
-    rows = sum(len(new) for _, new in chunks)
+    rows, device = sum(len(new) for _, new in chunks), model.embed_tokens.device
     size = pad_to or rows
-    metadata = BatchMetadata.allocate(size, max(len(chunks), 1), kv.num_pages, model.config.index_topk, "cpu")
+    metadata = BatchMetadata.allocate(
+        size, max(len(chunks), 1), kv.num_pages, model.config.index_topk, device
+    )
     metadata.input_ids.fill_(pad_id)
     at = 0
     for number, (request, new) in enumerate(chunks):
@@ -137,7 +139,7 @@ def reference(model, prompt, visible=None):
     given.
     """
     config = model.config
-    weights = {name: parameter.double() for name, parameter in model.named_parameters()}
+    weights = {name: parameter.cpu().double() for name, parameter in model.named_parameters()}
     positions = torch.arange(len(prompt))
     causal = positions[:, None] >= positions[None, :]
     x, index_scores = weights["embed_tokens"][torch.tensor(prompt)], {}
@@ -245,6 +247,16 @@ def test_layer_ids_reach_the_right_caches(model):
         for layer in TINY.index_layers:
             assert kv.read(layer).index_key()[first : first + 3].abs().sum(1).gt(0).all()
             assert not kv.read(layer).index_key()[first + 3 : first + 64].any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["bf16", "fp8_packed", "fp8"])
+def test_on_the_gpu_short_rows_equal_dense_attention(layout):
+    model = DSAModel(TINY, device="cuda", seed=1)
+    prompt = tokens(TOPK)
+    got = serve(model, prompt, layout=layout, dtype=torch.bfloat16, device="cuda")
+    expected, _ = reference(model, prompt)
+    assert distance(got.cpu(), expected) < 3e-2
 
 
 # --- the same prompt served in other ways -----------------------------------------------------------------
@@ -403,6 +415,45 @@ def test_grouped_experts_equal_dense_ones(rows):
     torch.testing.assert_close(grouped, dense, atol=2e-2, rtol=2e-2)
     assert not dense[~valid].any() and not grouped[~valid].any()
     assert rows < 7 or (dense[valid].abs().sum(1) > 0).all()
+
+
+@pytest.mark.gpu
+def test_grouped_experts_replay_from_a_graph():
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, device="cuda")
+
+    gate_up, down = (normal(32, 256, 512) / 512**0.5).bfloat16(), (normal(32, 512, 128) / 128**0.5).bfloat16()
+    x, scores = normal(96, 512).bfloat16(), normal(96, 32).sigmoid()
+    weights, ids = scores.topk(4)
+    valid = torch.arange(96, device="cuda") < 90
+
+    def experts():
+        return experts_grouped(x, gate_up, down, weights, ids, valid)
+
+    experts()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        experts()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = experts()
+    for rows in (96, 1, 50):
+        x.copy_(normal(96, 512))
+        new_weights, new_ids = normal(96, 32).sigmoid().topk(4)
+        weights.copy_(new_weights)
+        ids.copy_(new_ids)
+        valid.copy_(torch.arange(96, device="cuda") < rows)
+        x[rows:] = math.nan
+        graph.replay()
+        assert torch.equal(captured, experts())
+        dense = experts_dense(x, gate_up, down, weights, ids, valid)
+        torch.testing.assert_close(captured, dense, atol=3e-2, rtol=3e-2)
+        assert not captured[rows:].any()
 
 
 def test_an_expert_that_overflows_on_a_row_it_does_not_serve_is_harmless():
