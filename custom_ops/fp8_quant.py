@@ -83,10 +83,11 @@ def quant_fp8_reference(
     x: torch.Tensor, block_size: int = 128, round_scale: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Plain PyTorch: the specification of ``quant_fp8``."""
+    q, scale = _empty(x, block_size)
     blocks = x.float().contiguous().unflatten(-1, (-1, block_size))
-    scale = e4m3_scale_reference(blocks.abs().amax(-1), round_scale)
-    q = (blocks / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return q.view(x.shape), scale
+    scale.copy_(e4m3_scale_reference(blocks.abs().amax(-1), round_scale))
+    q.copy_((blocks / scale.unsqueeze(-1)).clamp(-E4M3_MAX, E4M3_MAX).view(x.shape))
+    return q, scale
 
 
 def _empty(x: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:

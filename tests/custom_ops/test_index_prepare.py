@@ -16,8 +16,13 @@ GLM = {"interleaved": True, "hadamard": False, "round_scale": False}
 routes = st.sampled_from((V32, GLM, {"interleaved": True, "hadamard": True, "round_scale": False}))
 
 
-def k_arguments(rows: int = 5, dtype: torch.dtype = torch.bfloat16, seed: int = 0, layout: str = "contiguous",
-                route: dict = GLM) -> dict:  # fmt: skip
+def k_arguments(
+    rows: int = 5,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    layout: str = "contiguous",
+    route: dict = GLM,
+) -> dict:
     return {
         "k": s.randn((rows, 128), dtype, seed, layout, std=3),
         "weight": s.randn((128,), seed=seed + 1) + 1,
@@ -34,14 +39,21 @@ def k_arguments(rows: int = 5, dtype: torch.dtype = torch.bfloat16, seed: int = 
 
 
 def exact_statistics(rows: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
-    """[rows, 128] of +a and -a, as many of each: mean 0 and variance a^2 exactly, in any order of summation."""
-    signs = torch.stack([torch.randperm(128, generator=s.generator(seed + i)) for i in range(rows)]) % 2 * 2 - 1
+    """[rows, 128] of +a and -a, as many of each: mean 0 and variance a^2, in any order of summation."""
+    orders = [torch.randperm(128, generator=s.generator(seed + i)) for i in range(rows)]
+    signs = torch.stack(orders) % 2 * 2 - 1
     a = 2.0 ** torch.randint(-4, 5, (rows, 1), generator=s.generator(seed))
     return (signs * a).to(dtype).to(s.DEVICE)
 
 
-def q_arguments(rows: int = 5, heads: int = 3, dtype: torch.dtype = torch.bfloat16, seed: int = 0,
-                layout: str = "contiguous", route: dict = GLM) -> dict:  # fmt: skip
+def q_arguments(
+    rows: int = 5,
+    heads: int = 3,
+    dtype: torch.dtype = torch.bfloat16,
+    seed: int = 0,
+    layout: str = "contiguous",
+    route: dict = GLM,
+) -> dict:
     return {
         "q": s.randn((rows, heads, 128), dtype, seed, layout),
         "positions": s.integers(97, rows, seed),
@@ -64,16 +76,18 @@ def test_k_by_hand(provider: str) -> None:
     table = torch.tensor([[1.0] * 32 + [0.0] * 32, [0.0] * 32 + [1.0] * 32], device=s.DEVICE)
     args = {
         "k": k, "weight": weight, "bias": None, "eps": 0.0,
-        "positions": torch.tensor([1], device=s.DEVICE), "cos_sin_cache": table,  # every pair turns by 90 degrees
+        "positions": torch.tensor([1], device=s.DEVICE), "cos_sin_cache": table,  # a turn by 90 degrees
         "interleaved": True, "hadamard": False, "cache": poisoned_cache(),
         "slots": torch.tensor([66], device=s.DEVICE), "round_scale": False,
     }  # fmt: skip
     s.call("index_k_prepare_store", provider, args)
-    # (448, -224) -> (224, 448), (56, -224) -> (224, 56), (224, -224) -> (224, 224); beyond dim 64 as it was; scale 1
+    # (448, -224) -> (224, 448), (56, -224) -> (224, 56), (224, -224) -> (224, 224); then as it was; scale 1
     token = args["cache"][1, 256 : 256 + 128].tolist()
-    assert token[:6] == [0x76, 0x7E, 0x76, 0x66, 0x76, 0x76] and token[62:66] == [0x76, 0x76, 0x76, 0xF6]
+    assert token[:6] == [0x76, 0x7E, 0x76, 0x66, 0x76, 0x76]
+    assert token[62:66] == [0x76, 0x76, 0x76, 0xF6]
     assert args["cache"][1, 8200:8204].tolist() == [0x00, 0x00, 0x80, 0x3F]
-    args["interleaved"] = False  # pairs (i, i + 32): (448, 224) -> (-224, 448), odd ones (-224, -224) -> (224, -224)
+    # Pairs (i, i + 32): (448, 224) -> (-224, 448), odd ones (-224, -224) -> (224, -224).
+    args["interleaved"] = False
     s.call("index_k_prepare_store", provider, args)
     token = args["cache"][1, 256 : 256 + 128].tolist()
     assert token[:3] == [0xF6, 0x76, 0xF6] and token[32:35] == [0x7E, 0xF6, 0x66]
@@ -106,7 +120,8 @@ def test_k_agrees_with_the_single_operators(
         *(t if route["hadamard"] else t.float() for t in (args["weight"], args["bias"])),
         1e-6,
     )
-    key = custom_ops.apply_rope(key, args["positions"], args["cos_sin_cache"], 64, route["interleaved"]).to(dtype)
+    rotation = args["positions"], args["cos_sin_cache"], 64, route["interleaved"]
+    key = custom_ops.apply_rope(key, *rotation).to(dtype)
     if route["hadamard"]:
         key = custom_ops.hadamard(key, 128**-0.5)
     single = poisoned_cache()
@@ -144,12 +159,20 @@ def test_k_pad_rows_touch_the_dummy_slot_only(provider: str, route: dict) -> Non
     s.assert_bitwise(poisoned["cache"], args["cache"])
 
 
-@given(rows=s.tokens, heads=st.sampled_from((1, 2, 5)), dtype=s.floats, layout=s.layouts, route=routes, seed=s.seeds)
+@given(
+    rows=s.tokens,
+    heads=st.sampled_from((1, 2, 5)),
+    dtype=s.floats,
+    layout=s.layouts,
+    route=routes,
+    seed=s.seeds,
+)
 def test_q_triton_equals_the_single_operators(
     rows: int, heads: int, dtype: torch.dtype, layout: str, route: dict, seed: int
 ) -> None:
     args = q_arguments(rows, heads, dtype, seed, layout, route)
-    q = custom_ops.apply_rope(args["q"], args["positions"], args["cos_sin_cache"], 64, route["interleaved"])
+    rotation = args["positions"], args["cos_sin_cache"], 64, route["interleaved"]
+    q = custom_ops.apply_rope(args["q"], *rotation)
     if route["hadamard"]:
         q = custom_ops.hadamard(q, 128**-0.5)
     single = custom_ops.quant_fp8(q, 128, route["round_scale"])

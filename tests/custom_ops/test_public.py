@@ -1,0 +1,69 @@
+"""What holds for every operator: a function of its name, a schema that matches it, a row in the document."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+import custom_ops
+from custom_ops import doc
+from custom_ops._register import OPS
+
+NAMES = sorted(OPS)
+
+
+def test_every_operator_is_exported() -> None:
+    assert sorted(custom_ops.__all__) == NAMES
+    assert all(inspect.isfunction(getattr(custom_ops, name)) for name in NAMES)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_functions_take_what_the_schema_says(name: str) -> None:
+    schema = OPS[name].overload._schema
+    none = inspect.Parameter.empty
+    want = [(a.name, a.default_value if a.has_default_value() else none) for a in schema.arguments]
+    for function in (getattr(custom_ops, name), OPS[name].reference, OPS[name].fake, OPS[name].check):
+        given = inspect.signature(function).parameters.values()
+        if all(p.kind == p.POSITIONAL_OR_KEYWORD for p in given):
+            # A check that serves two operators takes the name of the one as a last argument of its own.
+            assert [(p.name, p.default) for p in given][: len(want)] == want, function
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_docstrings_name_every_argument(name: str) -> None:
+    function = getattr(custom_ops, name)
+    text = inspect.getdoc(function) or ""
+    refers = [other for other in NAMES if f"``{other}``" in text or f"``{other}(" in text]
+    text += "".join(inspect.getdoc(getattr(custom_ops, other)) or "" for other in refers)
+    missing = [p for p in inspect.signature(function).parameters if p not in text]
+    assert not missing, f"{name}: {missing} are not described"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_returned_that_was_given(name: str) -> None:
+    schema = OPS[name].overload._schema
+    assert all(r.alias_info is None for r in schema.returns)
+    if any(a.alias_info is not None for a in schema.arguments):
+        assert not schema.returns
+
+
+def test_every_operator_has_a_kernel() -> None:
+    without = [n for n in NAMES if "triton" not in OPS[n].providers and not OPS[n].cut]
+    assert not without
+
+
+def test_cut_tag() -> None:
+    tagged = [n for n in NAMES if torch.Tag.cudagraph_unsafe in OPS[n].overload.tags]
+    assert tagged == [n for n in NAMES if OPS[n].cut]
+
+
+def test_the_document_is_up_to_date() -> None:
+    assert doc.DEFAULT_PATH.read_text() == doc.render(), "run python -m custom_ops.doc"
+
+
+def test_the_document_has_a_row_for_every_operator() -> None:
+    rows = [line for line in doc.render().splitlines() if line.startswith("| [`")]
+    assert [row.split("`")[1] for row in rows] == NAMES
+    assert all(row.count(" | ") == 4 for row in rows)
