@@ -74,6 +74,8 @@ class CompiledGraph:
         fixed = set(self.static)
         self.moving = [i for i in tensors if i not in fixed]
         self.written = frozenset(i for i, n in enumerate(placeholders) if n in analysis.mutated)
+        # Kernels of the captured pieces as the model launches them one by one (a compiler may fuse some).
+        self.kernel_count = sum(analysis.facts[n].kernels for s in self.segments if s.kind == PIECE for n in s.nodes)
         self._symbols = _symbol_sources(placeholders, analysis)
         self._row_symbol = _row_symbol(placeholders, analysis, self.moving)
         self._rows_of_bound = [_row_reader(b.rows, self._symbols) for b in self.bound]
@@ -95,6 +97,11 @@ class CompiledGraph:
     def cut_count(self) -> int:
         """Cut ops in the graph."""
         return sum(s.kind == CUT for s in self.segments)
+
+    @property
+    def distinct_count(self) -> int:
+        """Distinct ones among the captured pieces."""
+        return len({d.key for d in self.distinct if d is not None and d.key})
 
     def pool_bytes(self) -> int:
         """Bytes of this graph's pool and copied-argument buffers."""

@@ -48,7 +48,7 @@ def compile_pieces(
         key = piece_key(segment, analysis, real_storage, alignment)
         if key not in found:
             start = time.perf_counter()
-            run = _compile(segment, compiler)
+            run = _compile(segment, compiler, _own_storage(segment, analysis, real_storage))
             found[key] = Distinct(len(found), key, run, time.perf_counter() - start)
             COUNTS.unique_pieces += 1
         result.append(found[key])
@@ -58,13 +58,32 @@ def compile_pieces(
     return result
 
 
-def _compile(segment: Segment, compiler: str) -> Callable[..., Sequence[Any]]:
+def _own_storage(segment: Segment, analysis: Analysis, real_storage: dict[int, int]) -> list[Any]:
+    """Fake inputs to compile with. An input that overlaps no other is given a storage of its own.
+
+    What the compiler sees of a view of a pool is then the same for every layer: it would otherwise bake in where in
+    the shared storage the view lies, although nothing of the piece depends on it.
+    """
+    groups = alias_groups(segment.inputs, analysis, real_storage)
+    storages = [storage_of(v) if isinstance(v := analysis.values.get(n), torch.Tensor) else None for n in segment.inputs]
+    examples: list[Any] = []
+    assert segment.module is not None
+    placeholders = [n for n in segment.module.graph.nodes if n.op == "placeholder"]
+    for node, group, storage in zip(placeholders, groups, storages, strict=True):
+        value = node.meta["example_value"]
+        if group >= 0 and groups.count(group) == 1 and storages.count(storage) > 1:
+            with value.fake_mode:
+                value = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+        examples.append(value)
+    return examples
+
+
+def _compile(segment: Segment, compiler: str, examples: list[Any]) -> Callable[..., Sequence[Any]]:
     assert segment.module is not None
     if compiler == "eager":
         return segment.module.forward
     from .inductor_fixes import compile_piece
 
-    examples = [n.meta["example_value"] for n in segment.module.graph.nodes if n.op == "placeholder"]
     try:
         return compile_piece(segment.module, examples)
     except Exception as error:

@@ -130,6 +130,7 @@ class Plan:
         self.cuts = 0
         self.values: list[Any] = []
         self._outputs: tuple[Any, ...] = ()
+        self.owner: Any = None  # what keeps the memory of a recorded plan
 
     def replay(self) -> None:
         """Run all steps."""

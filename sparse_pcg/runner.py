@@ -250,6 +250,11 @@ class PrefillRunner:
             self._buckets.clear()
             self.captured.clear()
 
+    def plan_of(self, output: PrefillOutput) -> Plan | None:
+        """The plan that gave ``output``; None if it was not a replay, or the plan is gone."""
+        bucket = self._buckets.get(output.bucket) if output.bucket is not None else None
+        return bucket.plans.get(output.variant or "") if bucket is not None else None
+
     def graphs(self) -> list[CompiledGraph]:
         """The split graphs behind the captured buckets (one, unless the model traces differently by size)."""
         return list({id(b.graph): b.graph for b in self._buckets.values()}.values())

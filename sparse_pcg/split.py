@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .analysis import Analysis, NodeFacts, source_line, storage_of, symbols_of
+from .memory import byte_span
 from .rewrite import is_cut, overload_of
 
 PIECE, HOST, LIVE, CUT = "piece", "host", "live", "cut"
@@ -201,17 +202,36 @@ def _open_contexts(segments: list[Segment]) -> list[tuple[list[fx.Node], list[fx
 
 
 def alias_groups(nodes: list[fx.Node], analysis: Analysis, real_storage: dict[int, int]) -> list[int]:
-    """For each node the number of its storage among ``nodes``, in order of first use.
+    """For each node the number of the group of overlapping memory it belongs to; -1 for what is no tensor.
 
+    Disjoint views of one storage (two layers of one KV pool) do not alias and are in groups of their own.
     real_storage: fake storage of a graph input -> real storage, which tells inputs of one base apart from others.
     """
-    seen: dict[int, int] = {}
-    groups = []
+    groups: list[int] = []
+    members: list[list[tuple[int, torch.Tensor]]] = []  # per group: (storage, tensor)
     for node in nodes:
         value = analysis.values.get(node)
-        if isinstance(value, torch.Tensor):
-            storage = real_storage.get(storage_of(value), storage_of(value))
-            groups.append(seen.setdefault(storage, len(seen)))
-        else:
+        if not isinstance(value, torch.Tensor):
             groups.append(-1)
+            continue
+        storage = real_storage.get(storage_of(value), storage_of(value))
+        hit = [g for g, held in enumerate(members) if any(s == storage and _may_overlap(t, value) for s, t in held)]
+        home = hit[0] if hit else len(members)
+        if not hit:
+            members.append([])
+        members[home].append((storage, value))
+        for other in hit[1:]:  # this tensor joins groups that were apart
+            members[home] += members[other]
+            members[other] = []
+            groups = [home if g == other else g for g in groups]
+        groups.append(home)
     return groups
+
+
+def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one storage may share a byte; True where sizes are symbolic."""
+    parts = (*a.shape, *a.stride(), a.storage_offset(), *b.shape, *b.stride(), b.storage_offset())
+    if not all(isinstance(p, int) for p in parts):
+        return True
+    (start_a, stop_a), (start_b, stop_b) = byte_span(a), byte_span(b)
+    return start_a < stop_b and start_b < stop_a

@@ -1,0 +1,5 @@
+"""``python -m sparse_pcg``."""
+
+from .cli import main
+
+main()

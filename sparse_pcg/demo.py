@@ -1,0 +1,226 @@
+"""The demo: capture a tiny GLM-5.2-shaped model, serve a text to it in every way a prefill comes, compare all modes."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import counters
+from .batch import Batch
+from .kv import PagedKV, RequestPages, page_table
+from .models import DSAModel, preset
+from .options import Options
+from .runner import PrefillOutput, PrefillRunner
+
+BUCKETS = (16, 32, 64, 128, 256)
+REPEATS = 3
+# Largest difference from the model run eagerly on the unpadded rows, relative to the largest hidden state: a matrix
+# product over n rows and one over the padded bucket differ in the last bits.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One request of the demo. Times in milliseconds, medians. launches_saved: see ``launches_saved``."""
+
+    request: str
+    rows: int
+    bucket: int | None
+    variant: str | None
+    cuts: int
+    launches_saved: int
+    eager_ms: float
+    uncaptured_ms: float
+    replay_ms: float
+    bitwise: bool
+    max_diff: float
+    within_tolerance: bool
+
+
+@dataclass(frozen=True)
+class Result:
+    """All rows, and what they were measured on."""
+
+    rows: list[Row]
+    machine: dict[str, str]
+    compiler: str
+    capture_seconds: float
+    pieces: int
+    distinct_pieces: int
+    fallbacks: dict[str, int]
+
+    @property
+    def ok(self) -> bool:
+        """Whether every replay was bitwise equal to uncaptured and within tolerance of eager."""
+        return all(row.bitwise and row.within_tolerance and row.variant for row in self.rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return {**asdict(self), "ok": self.ok}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some new tokens of one request: text[start:stop], after what its pages hold already."""
+
+    pages: RequestPages
+    start: int
+    stop: int
+
+
+def read_prompt(path: Path | None) -> bytes:
+    """The text to serve, as bytes (the tokens). Raises ValueError for a text that is too short for the demo."""
+    text = path.read_bytes() if path is not None else resources.files("sparse_pcg").joinpath("data/prompt.txt").read_bytes()
+    if len(text) < _LEAST_TEXT:
+        raise ValueError(f"prompt: the demo needs at least {_LEAST_TEXT} bytes of text, got {len(text)}")
+    return text
+
+
+_LEAST_TEXT = 512
+
+
+def pick_device(name: str) -> torch.device:
+    """"auto" is CUDA where there is one. Raises ValueError for a device that is not there."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device: must be 'auto', 'cpu' or 'cuda', got {name!r}")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device: 'cuda' was asked for, but torch finds no CUDA device")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def run_demo(text: bytes, compiler: str, device: torch.device, progress: bool = True) -> Result:
+    """Serve ``text`` and compare the modes; see ``Row``."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config = preset("tiny")
+    model = DSAModel(config, dtype=dtype, device=device, seed=0)
+    indexed = [i for i in range(config.num_layers) if config.has_indexer(i)]
+    kv = PagedKV(config.num_layers, 64, index_layers=indexed, dtype=dtype, device=device)
+    runner = PrefillRunner(model, kv, Options(capture_sizes=BUCKETS, compiler=compiler))
+    start = time.perf_counter()
+    runner.capture(progress=progress)
+    seconds = time.perf_counter() - start
+    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
+    rows = [_serve(name, parts, tokens, runner, kv, dtype) for name, parts in _requests(kv, len(text))]
+    graph = runner.graphs()[0]
+    return Result(
+        rows,
+        _machine(device),
+        compiler,
+        seconds,
+        graph.piece_count,
+        graph.distinct_count,
+        counters.stats().fallbacks,
+    )
+
+
+def _requests(kv: PagedKV, length: int) -> list[tuple[str, list[_Part]]]:
+    """Fresh, short, chunked, with a cached prefix, and several of these in one batch."""
+    a, b, c = kv.request(), kv.request(), kv.request()
+    served: list[tuple[str, list[_Part]]] = [
+        ("fresh", [_Part(a, 0, 200)]),
+        ("fresh, short", [_Part(b, 200, 240)]),
+        ("chunk 1 of 3", [_Part(c, 0, 128)]),
+        ("chunk 2 of 3", [_Part(c, 128, 256)]),
+        ("chunk 3 of 3", [_Part(c, 256, 300)]),
+    ]
+    # A prefix is shared by whole pages: what follows is decided once the request that wrote them has been served.
+    served.append(("cached prefix 128", [_Part(_Shared(a, 128), 128, 190)]))
+    served.append(
+        ("mixed batch of 3", [_Part(kv.request(), 300, 350), _Part(b, 240, 241), _Part(_Shared(c, 64), 64, 104)])
+    )
+    return served
+
+
+class _Shared(RequestPages):
+    """A request that starts with the first tokens of another, once that one has been served."""
+
+    def __init__(self, source: RequestPages, num_tokens: int) -> None:
+        super().__init__(source.allocator)
+        self.source, self.prefix = source, num_tokens
+
+    def extend(self, new_tokens: int) -> None:
+        if not self.pages:
+            shared = RequestPages.with_prefix(self.source, self.prefix)
+            self.pages, self.num_tokens = shared.pages, shared.num_tokens
+        super().extend(new_tokens)
+
+
+def _serve(
+    name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner, kv: PagedKV, dtype: torch.dtype
+) -> Row:
+    new = [p.stop - p.start for p in parts]
+    for part, count in zip(parts, new, strict=True):
+        part.pages.extend(count)
+    prefix = [p.pages.num_tokens - n for p, n in zip(parts, new, strict=True)]
+    ids = torch.cat([tokens[p.start : p.stop] for p in parts])
+    batch = Batch(ids, new, prefix, page_table([p.pages for p in parts], runner.device))
+    eager, eager_ms = _timed(lambda: runner.forward(batch, "eager"), runner.device)
+    plain, plain_ms = _timed(lambda: runner.forward(batch, "uncaptured"), runner.device)
+    written = [kv.latent_pool.clone(), kv.index_pool.clone()]
+    replay, replay_ms = _timed(lambda: runner.forward(batch), runner.device)
+    same = [(plain.hidden, replay.hidden), (plain.logits, replay.logits)]
+    same += list(zip(written, (kv.latent_pool, kv.index_pool), strict=True))
+    # Page 0 belongs to no request: pad rows write there in an order of their own.
+    bitwise = all(_same_bytes(x, y) for x, y in same[:2]) and all(
+        _same_bytes(x[:, _first(x, kv) :], y[:, _first(y, kv) :]) for x, y in same[2:]
+    )
+    diff = float((replay.hidden.float() - eager.hidden.float()).abs().max())
+    scale = float(eager.hidden.float().abs().max())
+    launches = _launches(runner, replay)
+    return Row(
+        name,
+        len(ids),
+        replay.bucket,
+        replay.variant,
+        launches[1],
+        launches[0],
+        eager_ms,
+        plain_ms,
+        replay_ms,
+        bitwise,
+        diff,
+        diff <= TOLERANCE[dtype] * scale,
+    )
+
+
+def _first(pool: torch.Tensor, kv: PagedKV) -> int:
+    """The first row of a pool [layers, rows, ...] past page 0."""
+    return pool.shape[1] // kv.num_pages
+
+
+def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _launches(runner: PrefillRunner, output: PrefillOutput) -> tuple[int, int]:
+    """Launches saved, and cuts: the kernels that the captured pieces would launch one by one, less the graph launches."""
+    plan = runner.plan_of(output)
+    if plan is None:
+        return 0, 0
+    return runner.graphs()[0].kernel_count - plan.captures, plan.cuts
+
+
+def _timed(call: Callable[[], PrefillOutput], device: torch.device) -> tuple[PrefillOutput, float]:
+    times = []
+    for _ in range(REPEATS):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        output = call()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return output, statistics.median(times)
+
+
+def _machine(device: torch.device) -> dict[str, str]:
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
