@@ -61,8 +61,7 @@ def experts_dense(
     """The weighted sum of each row's experts, every expert evaluated on every row.
 
     x: [T, hidden]. gate_up: [experts, 2 * inter, hidden]. down: [experts, hidden, inter]. weights, ids: of
-    ``route``. valid: bool [T]; the result's other rows are zero. Returns [T, hidden] in x's dtype, summed
-    in float32.
+    ``route``. valid: bool [T]; the result's other rows are zero. Returns [T, hidden] in x's dtype.
     """
     gates = weights.new_zeros((x.shape[0], gate_up.shape[0])).scatter(1, ids, weights)
     gates = gates.masked_fill(~valid.unsqueeze(1), 0.0).unsqueeze(2)
@@ -83,8 +82,7 @@ def experts_grouped(
 ) -> torch.Tensor:
     """What ``experts_dense`` computes, by a grouped GEMM over the rows sorted by expert."""
     num_experts, top = gate_up.shape[0], ids.shape[1]
-    # Rows that are not valid sort behind the last expert, where no group reaches and the GEMM writes
-    # nothing.
+    # Rows that are not valid sort behind the last expert, where no group reaches: the GEMM skips them.
     expert = torch.where(valid.unsqueeze(1), ids, num_experts).flatten()
     ordered, order = expert.sort(stable=True)
     bounds = torch.arange(num_experts, device=x.device)
