@@ -122,8 +122,8 @@ def test_indexer_prefill_is_its_parts() -> None:
         )
         assert other.metadata is not None
         custom_ops.index_k_prepare_store(
-            k, args["k_norm_weight"], args["k_norm_bias"], 1e-6, args["positions"], args["cos_sin_cache"], True,
-            False, other.index_k[LAYER], other.metadata.slots[:ROWS], False,
+            k, args["k_norm_weight"], args["k_norm_bias"], 1e-6, args["positions"], args["cos_sin_cache"],
+            True, False, other.index_k[LAYER], other.metadata.slots[:ROWS], False,
         )  # fmt: skip
         gate = custom_ops.logits_head_gate(args["x"], args["weights_proj"], 0.5, 128**-0.5, q_scale)
         want = torch.zeros_like(args["topk_result"])

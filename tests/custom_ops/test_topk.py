@@ -7,6 +7,7 @@ from hypothesis import given
 
 import custom_ops
 from custom_ops._register import debug_checks
+from custom_ops.topk import launch_topk
 from tests.custom_ops import strategies as s
 
 PROVIDERS = ("reference", "triton")
@@ -137,6 +138,16 @@ def test_both_providers_follow_the_contract(
 def test_rows_of_several_blocks(values: str) -> None:
     args = make(2048, 9001, values, 3, 5)  # a block of the kernel is 4096 columns
     s.assert_bitwise(s.call("topk_indices", "triton", args), s.call("topk_indices", "reference", args))
+
+
+@pytest.mark.parametrize("values", ["equal", "ties", "special"])
+def test_nothing_is_written_beyond_the_rows(values: str) -> None:
+    args = make(16, 97, values, 0, 2)
+    rows = len(args["lengths"])
+    buffer = torch.full((rows + 1, 16), 77, dtype=torch.int32, device=s.DEVICE)
+    launch_topk(buffer[:rows], args["logits"], args["starts"], args["lengths"], None, None, rows)
+    s.assert_bitwise(buffer[:rows], s.call("topk_indices", "reference", args))
+    assert (buffer[rows] == 77).all()
 
 
 @given(**{name: cases[name] for name in ("k", "values", "seed")})
