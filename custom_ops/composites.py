@@ -324,9 +324,10 @@ def mla_attention(
     64], before RoPE. w_kc: [H, nope, 512] and w_vc: [H, 512, v], the halves of the KV up-projection.
     positions: int64 [T].
     cos_sin_cache: float32 [positions, 64]. interleaved: RoPE pairs are neighbours, else halves. topk: int32
-    [T, k] slots. out: [T, H, v], written. All floating tensors but the cos/sin cache have one dtype. Cache,
-    slots and lengths come from the current forward context (``latent_kv[layer_id]``, its layout from
-    ``kv_layout``). Without a context or a batch nothing is stored and ``out`` is zeroed.
+    [T, k] slots. sm_scale: factor on the scores. out: [T, H, v], written. All floating tensors but the
+    cos/sin cache have one dtype. Cache, slots and lengths come from the current forward context
+    (``latent_kv[layer_id]``, its layout from ``kv_layout``). Without a context or a batch nothing is
+    stored and ``out`` is zeroed.
     Raises ValueError naming the argument for a wrong dtype, shape or device.
     """
     return torch.ops.sparse_pcg.mla_attention(

@@ -17,10 +17,10 @@ Registered under `torch.ops.sparse_pcg`, and as functions of the same names in `
 `python -m custom_ops.doc`.
 
 Providers are listed in the order in which they are tried for CUDA tensors; `reference` is plain PyTorch and
-serves CPU tensors and whatever the others do not take. `SPARSE_PCG_<OP>=provider` in the environment overrides
-the choice. A graph is split at the operators marked as a cut; a composite can also be taken apart and captured.
-Row regime: the number of rows, on a GPU of 132 SMs, up to which the order of a reduction, and so the last bits,
-depend on the number of rows; "none": never.
+serves CPU tensors and whatever the others do not take. `SPARSE_PCG_<OP>=provider` in the environment
+overrides the choice. A graph is split at the operators marked as a cut; a composite can also be taken apart
+and captured. Row regime: the number of rows, on a GPU of 132 SMs, up to which the order of a reduction, and
+so the last bits, depend on the number of rows; "none": never.
 
 | operator | what it does | providers | cut | row regime |
 |---|---|---|---|---|

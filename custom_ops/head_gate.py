@@ -186,7 +186,7 @@ KERNELS = [
             "weight_stride": "i32", "num_rows": "i32", "heads": "i32", "hidden": "i32",
             "n_heads_inv_sqrt": "fp32", "softmax_scale": "fp32",
         },
-        {"ROWS": 16, "HEADS": 16, "STEP": 128},
+        {"ROWS": 16, "HEADS": 16, "STEP": 128, "num_stages": 4},
     ),
     (
         _scale_gate_kernel,

@@ -146,9 +146,9 @@ KERNELS = [
             "x": "*bf16", "weight": "*fp32", "bias": "*fp32", "out": "*bf16", "row_stride": "i32",
             "num_rows": "i32", "columns": "i32", "eps": "fp32",
         },
-        {"HAS_BIAS": True, "ROWS": rows, "WIDTH": width},
+        {"HAS_BIAS": True, "ROWS": rows, "WIDTH": width, "num_warps": warps},
     )
-    for rows, width in ((8, 128), (1, 8192))
+    for rows, width, warps in ((8, 128, 4), (1, 8192, 16))
 ]  # fmt: skip
 
 

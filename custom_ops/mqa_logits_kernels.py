@@ -232,7 +232,7 @@ KERNELS = [
                 "ends": "*i32",
                 "out_stride": "i64",
             },
-            _tiling(heads),
+            {**_tiling(heads), "num_warps": 8},
         ),
         (
             _paged_mqa_logits_kernel,
@@ -246,7 +246,7 @@ KERNELS = [
                 "table_stride": "i32",
                 "out_stride": "i64",
             },
-            {**_tiling(heads), **_PAGED_CONSTANTS},
+            {**_tiling(heads), **_PAGED_CONSTANTS, "num_warps": 8},
         ),
     )
 ]

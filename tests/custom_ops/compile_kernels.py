@@ -1,7 +1,8 @@
 """Compile every kernel of ``custom_ops`` for sm_90 and sm_100; no GPU is needed. Run as a script.
 
 Prints a line a kernel, target and set of constants; on the last line the same as JSON, with ``unlisted``:
-jitted functions that are neither in a family's ``KERNELS`` nor called by one that is.
+jitted functions that are neither in a family's ``KERNELS`` nor called by one that is. An entry of ``KERNELS``
+is (kernel, types of its arguments, constants); launch options such as ``num_warps`` are among the constants.
 ``--first``: only the first entry of each kernel.
 """
 
@@ -70,18 +71,20 @@ def compiled(
     kernel: JITFunction, signature: dict[str, str], constants: dict[str, Any], capability: int
 ) -> dict[str, Any]:
     begin = time.perf_counter()
+    options = {name: value for name, value in constants.items() if name not in kernel.arg_names}
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     types = {name: "constexpr" if name in constants else signature[name] for name in kernel.arg_names}
     binary = triton.compile(
         ASTSource(kernel, types, constants),
         target=GPUTarget("cuda", capability, 32),
-        options={"num_warps": 4, "enable_fp_fusion": False},
+        options={"num_warps": 4, "enable_fp_fusion": False, **options},
     )
     return {
         "kernel": f"{kernel.fn.__module__.removeprefix('custom_ops.')}.{kernel.fn.__name__}",
         "target": f"sm_{capability}",
         **resources(binary.asm["cubin"]),
         "shared": binary.metadata.shared,
-        "constants": {name: str(value) for name, value in constants.items()},
+        "constants": {name: str(value) for name, value in {**constants, **options}.items()},
         "seconds": time.perf_counter() - begin,
     }
 

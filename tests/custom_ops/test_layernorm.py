@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 
 import custom_ops
+from custom_ops._register import OPS
 from tests.custom_ops import strategies as s
 
 PROVIDERS = ("reference", "triton")
@@ -85,6 +86,27 @@ def test_wrong_arguments() -> None:
     strided = torch.zeros(256, device=s.DEVICE)[::2]
     s.assert_refused("layernorm", args | {"bias": strided}, "bias", "contiguous")
     s.assert_refused_on_another_device("layernorm", args, "weight", "bias")
+
+
+def test_flashinfer_says_why_it_cannot_serve() -> None:
+    op = OPS["layernorm"]
+    args = {name: v.cpu() if isinstance(v, torch.Tensor) else v for name, v in arguments().items()}
+    supports = op.providers["flashinfer"].supports
+    assert "on a CUDA device" in (supports(*args.values()) or "")
+    with pytest.raises(RuntimeError, match="layernorm: provider 'flashinfer' was asked for but cannot serve"):
+        s.call("layernorm", "flashinfer", args)
+
+
+@pytest.mark.gpu
+def test_flashinfer_agrees() -> None:
+    if why := OPS["layernorm"].refusal("flashinfer", *arguments().values()):
+        pytest.skip(why)
+    args = arguments(17)
+    got = s.call("layernorm", "flashinfer", args)
+    want = s.call("layernorm", "reference", args)
+    s.assert_same_meta(got, want)
+    torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2)
+    assert OPS["layernorm"].refusal("flashinfer", *(args | {"bias": None}).values())
 
 
 @pytest.mark.parametrize("rows", [0, 1, 7])

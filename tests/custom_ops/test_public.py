@@ -49,6 +49,24 @@ def test_nothing_is_returned_that_was_given(name: str) -> None:
         assert not schema.returns
 
 
+def test_functions_trace_to_their_operators() -> None:
+    seen: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
+        seen.extend(node.target for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def step(x: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        y = custom_ops.hadamard(x, 0.5)
+        custom_ops.index_k_store(y, cache, slots)
+        return y
+
+    x, cache = torch.ones(3, 128), torch.zeros(2, 8448, dtype=torch.uint8)
+    torch.compile(step, backend=backend, fullgraph=True)(x, cache, torch.tensor([1, 2, 70]))
+    assert [str(t) for t in seen] == ["sparse_pcg.hadamard", "sparse_pcg.index_k_store"]
+    assert int(cache.count_nonzero()) > 0
+
+
 def test_every_operator_has_a_kernel() -> None:
     without = [n for n in NAMES if "triton" not in OPS[n].providers and not OPS[n].cut]
     assert not without
