@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops import vendor
 from custom_ops._checks import E4M3, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, current_context
@@ -135,6 +136,44 @@ def _chunk_triton(
     launch_topk(out, logits, None, lens, requests, pages, rows)
 
 
+def _chunk_deep_gemm(
+    q_fp8: torch.Tensor,
+    weights: torch.Tensor,
+    cache: torch.Tensor,
+    metadata: BatchMetadata,
+    part: slice,
+    out: torch.Tensor,
+) -> None:
+    """K of every request gathered in one piece; the logits of a row begin at its request's first token."""
+    lens, requests = metadata.kv_lens[part], metadata.request_of_row[part].long()
+    table = metadata.page_table[: metadata.num_requests]
+    valid = slice(0, metadata.num_rows)
+    owners = metadata.request_of_row[valid].long()
+    request_lens = lens.new_zeros(metadata.num_requests)
+    request_lens.scatter_reduce_(0, owners, metadata.kv_lens[valid], "amax")
+    starts = (request_lens.cumsum(0, dtype=torch.int32) - request_lens)[requests]
+    k_fp8, k_scale = torch.ops.sparse_pcg.index_k_gather(cache, table, request_lens, _gathered(metadata))
+    width = metadata.max_kv_len
+    logits = vendor.deep_gemm_logits(q_fp8, k_fp8, k_scale, weights, starts, starts + lens, width)
+    launch_topk(out, logits, None, lens, metadata.request_of_row[part], metadata.page_table, q_fp8.shape[0])
+
+
+def _gathered(metadata: BatchMetadata) -> int:
+    """Tokens of all requests, from above: the host does not know the sum."""
+    return metadata.num_requests * metadata.max_kv_len
+
+
+def _deep_gemm_supports(
+    layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
+) -> str | None:
+    context = live_context()
+    if context is not None and context.metadata is not None:
+        needed = _gathered(context.metadata) * (HEAD_DIM + 4)
+        if needed > context.workspace_bytes:
+            return f"the gathered K takes up to {needed} bytes, the workspace is {context.workspace_bytes}"
+    return vendor.deep_gemm_supports(q_fp8)
+
+
 def indexer_topk_short(
     layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
 ) -> None:
@@ -190,7 +229,10 @@ INDEXER_TOPK = define(
     reference=_cut(_chunk_reference),
     fake=_fake_indexer_topk,
     check=_check_indexer_topk,
-    providers={"triton": Provider(_cut(_chunk_triton))},
+    providers={
+        "triton": Provider(_cut(_chunk_triton)),
+        "deep_gemm": Provider(_cut(_chunk_deep_gemm), _deep_gemm_supports, vendor.deep_gemm_missing),
+    },
     preference=("triton",),
     cut=True,
     short_body=indexer_topk_short,

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from custom_ops import vendor
 from custom_ops._checks import E4M3, check_range, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE
@@ -187,14 +188,25 @@ def _triton_ragged(q_fp8: torch.Tensor, k_fp8: torch.Tensor, *rest: Any) -> torc
     return out
 
 
+def _deep_gemm(q_fp8: torch.Tensor, k_fp8: torch.Tensor, *rest: Any) -> torch.Tensor:
+    out = _fake_ragged(q_fp8, k_fp8, *rest)
+    if out.numel():
+        # DeepGEMM's rows are padded, and contiguous() would keep the stride of a single row.
+        out.copy_(vendor.deep_gemm_logits(q_fp8, k_fp8, *rest)[:, : out.shape[1]])
+    return out
+
+
 MQA_LOGITS = define(
     "mqa_logits(Tensor q_fp8, Tensor k_fp8, Tensor k_scale, Tensor weights, Tensor starts, Tensor ends)"
     " -> Tensor",
     reference=mqa_logits_reference,
     fake=_fake_ragged,
     check=_check_ragged,
-    providers={"triton": Provider(_triton_ragged)},
-    preference=("triton",),
+    providers={
+        "triton": Provider(_triton_ragged),
+        "deep_gemm": Provider(_deep_gemm, vendor.deep_gemm_supports, vendor.deep_gemm_missing),
+    },
+    preference=("deep_gemm", "triton"),
 )
 PAGED_MQA_LOGITS = define(
     "paged_mqa_logits(Tensor q_fp8, Tensor cache, Tensor weights, Tensor kv_lens, Tensor request_of_row,"

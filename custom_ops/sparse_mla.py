@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops import vendor
 from custom_ops._checks import E4M3, FLOATS, check_range, check_tensor
 from custom_ops._register import Provider, define, require
 
@@ -239,8 +240,11 @@ SPARSE_MLA = define(
     reference=sparse_mla_reference,
     fake=_fake,
     check=_check,
-    providers={"triton": Provider(_triton)},
-    preference=("triton",),
+    providers={
+        "triton": Provider(_triton),
+        "flash_mla": Provider(vendor.flash_mla, vendor.flash_mla_supports, vendor.flash_mla_missing),
+    },
+    preference=("flash_mla", "triton"),
 )
 
 
@@ -272,6 +276,7 @@ KERNELS = [
             "ROPE_STRIDE": strides[1],
             "SCALE_STRIDE": strides[2],
             "COMPUTE": tl.bfloat16,
+            "num_warps": 8,
         },
     )
     for heads in (8, 64)
@@ -293,7 +298,8 @@ def sparse_mla(
     q: [T, H, 576] bfloat16, float16 or float32, H up to 128: 512 dims multiplied into the latent space, then
     64 with RoPE. cache: [slots, 576] floating (``layout="bf16"``), uint8 [slots, 656] (``"fp8_packed"``) or
     float8_e4m3fn [slots, 576] (``"fp8"``). topk: int32 [T, k] slots. select_lens: int32 [T], how many of a
-    row's k to attend; time follows it. out: [T, H, 512] of q's dtype, written.
+    row's k to attend; time follows it. out: [T, H, 512] of q's dtype, written. sm_scale: factor on
+    the scores.
     A -1 within the length is skipped; in a row's first place it reads slot 0, so a row that selects nothing
     (a pad row) attends the dummy slot. Length 0 gives zeros. Softmax in float32; the reduction order of a row
     depends on neither the other rows nor their number.

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops import vendor
 from custom_ops._checks import check_range, check_tensor
 from custom_ops._register import Provider, debug_checks_on, define, require
 from custom_ops.batch_metadata import PAGE
@@ -305,12 +306,27 @@ def _fake_slots(
     return logits.new_empty((logits.shape[0], k), dtype=torch.int32)
 
 
+def _flashinfer_slots(
+    logits: torch.Tensor,
+    starts: torch.Tensor,
+    lengths: torch.Tensor,
+    request_of_row: torch.Tensor,
+    page_table: torch.Tensor,
+    k: int,
+) -> torch.Tensor:
+    positions = vendor.flashinfer_topk(logits, starts, lengths, k)
+    return slots_of_positions(positions, request_of_row, page_table)
+
+
 TOPK_INDICES = define(
     "topk_indices(Tensor logits, Tensor starts, Tensor lengths, int k) -> Tensor",
     reference=topk_indices_reference,
     fake=_fake_indices,
     check=_check_indices,
-    providers={"triton": Provider(_triton_indices)},
+    providers={
+        "triton": Provider(_triton_indices),
+        "flashinfer": Provider(vendor.flashinfer_topk, missing=vendor.flashinfer_missing),
+    },
     preference=("triton",),
 )
 TOPK_SLOTS = define(
@@ -319,7 +335,10 @@ TOPK_SLOTS = define(
     reference=topk_slots_reference,
     fake=_fake_slots,
     check=_check_slots,
-    providers={"triton": Provider(_triton_slots)},
+    providers={
+        "triton": Provider(_triton_slots),
+        "flashinfer": Provider(_flashinfer_slots, missing=vendor.flashinfer_missing),
+    },
     preference=("triton",),
 )
 
@@ -339,7 +358,7 @@ KERNELS = [
             "valid_rows": "i32",
             "k": "i32",
         },
-        {"HAS_STARTS": not paged, "PAGED": paged, "PAGE_SIZE": PAGE, "BLOCK": _BLOCK},
+        {"HAS_STARTS": not paged, "PAGED": paged, "PAGE_SIZE": PAGE, "BLOCK": _BLOCK, "num_warps": 8},
     )
     for paged in (False, True)
 ]

@@ -1,0 +1,152 @@
+"""Faster kernels of other packages: DeepGEMM (logits), FlashMLA (sparse prefill), FlashInfer (top-k).
+
+Each is imported on first use and is absent without harm. Where a package needs another shape than the op's,
+it is padded here.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from types import ModuleType
+from typing import Any
+
+import torch
+
+FLASH_MLA_HEADS = 64
+FLASH_MLA_TOPK = 128
+
+
+@functools.cache
+def _arch() -> int:
+    """Major compute capability of the GPU, 0 without one."""
+    return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 0
+
+
+@functools.cache
+def _module(name: str) -> ModuleType | str:
+    """The module, or the reason why there is none."""
+    if _arch() not in (9, 10):
+        return f"needs an sm_90 or sm_100 GPU, {f'this is sm_{_arch()}x' if _arch() else 'there is none'}"
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # an extension built for another CUDA fails in many ways
+        return f"{name} cannot be imported: {error}"
+
+
+def _lacks(module: str, function: str) -> str | None:
+    found = _module(module)
+    if isinstance(found, str):
+        return found
+    return None if hasattr(found, function) else f"{module} has no {function}"
+
+
+def _call(module: str, function: str, *args: Any, **kwargs: Any) -> Any:
+    return getattr(_module(module), function)(*args, **kwargs)
+
+
+# --- DeepGEMM -----------------------------------------------------------------------------------------------
+
+
+def deep_gemm_missing() -> str | None:
+    """Why DeepGEMM's ragged logits cannot run here."""
+    return _lacks("deep_gemm", "fp8_mqa_logits")
+
+
+def deep_gemm_supports(q_fp8: torch.Tensor, *rest: Any) -> str | None:
+    """Why DeepGEMM does not take this number of heads."""
+    heads = q_fp8.shape[1]
+    accepted = (32, 64) if _arch() == 9 else (8, 16, 32, 64)
+    return None if heads in accepted else f"DeepGEMM takes {accepted} heads here, not {heads}"
+
+
+def deep_gemm_logits(
+    q_fp8: torch.Tensor,
+    k_fp8: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    compressed_width: int | None = None,
+) -> torch.Tensor:
+    """Logits with a padded row stride; with ``compressed_width`` column c of row t is token starts[t] + c."""
+    compressed = {} if compressed_width is None else {"max_seqlen_k": compressed_width}
+    return _call(
+        "deep_gemm", "fp8_mqa_logits", q_fp8, (k_fp8, k_scale), weights.flatten(1), starts, ends,
+        clean_logits=False, **compressed,
+    )  # fmt: skip
+
+
+# --- FlashMLA -----------------------------------------------------------------------------------------------
+
+
+def flash_mla_missing() -> str | None:
+    """Why FlashMLA's sparse prefill cannot run here."""
+    return _lacks("flash_mla", "flash_mla_sparse_fwd")
+
+
+def flash_mla_supports(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    topk: torch.Tensor,
+    select_lens: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+    layout: str,
+) -> str | None:
+    """It reads bfloat16 rows only."""
+    if layout != "bf16" or q.dtype != torch.bfloat16 or cache.dtype != torch.bfloat16:
+        return "FlashMLA sparse prefill takes bfloat16 queries and a bfloat16 cache"
+    return None
+
+
+def flash_mla(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    topk: torch.Tensor,
+    select_lens: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+    layout: str,
+) -> None:
+    """``sparse_mla`` by ``flash_mla_sparse_fwd``: heads padded to 64 or 128, k to a multiple of 128."""
+    rows, heads, width = q.shape
+    if rows == 0:
+        return
+    padded_heads = FLASH_MLA_HEADS if heads <= FLASH_MLA_HEADS else 2 * FLASH_MLA_HEADS
+    queries = q
+    if heads != padded_heads:
+        queries = q.new_zeros(rows, padded_heads, width)
+        queries[:, :heads] = q
+    k = topk.shape[1]
+    indices = topk.new_full((rows, -(-k // FLASH_MLA_TOPK) * FLASH_MLA_TOPK), -1)
+    indices[:, :k] = topk
+    indices[:, 0].clamp_(min=0)  # a row that selects nothing attends slot 0
+    legacy = {"use_legacy": True} if _arch() == 9 else {}
+    result = _call(
+        "flash_mla", "flash_mla_sparse_fwd", queries, cache.unsqueeze(1), indices.unsqueeze(1), sm_scale,
+        d_v=out.shape[2], topk_length=select_lens, **legacy,
+    )  # fmt: skip
+    out.copy_(result[0][:, :heads])
+
+
+# --- FlashInfer ---------------------------------------------------------------------------------------------
+
+
+def flashinfer_missing() -> str | None:
+    """Why FlashInfer's top-k cannot run here."""
+    return _lacks("flashinfer", "top_k_ragged_transform")
+
+
+def flashinfer_topk(
+    logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, k: int
+) -> torch.Tensor:
+    """``topk_indices`` by ``top_k_ragged_transform``: the exact set, the lowest position of ties, in its own
+    order.
+
+    It ranks by bits, -0 below +0 and NaN by its sign, so it is never chosen unasked.
+    """
+    return _call(
+        "flashinfer", "top_k_ragged_transform", logits, torch.zeros_like(starts), lengths, k,
+        deterministic=True, tie_break=1, row_starts=starts,
+    )  # fmt: skip

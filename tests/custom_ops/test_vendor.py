@@ -1,0 +1,157 @@
+"""The adapters to other packages, against stand-ins that check what the packages demand and compute with the
+references. What the packages themselves compute is compared on a GPU, where they are installed."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from custom_ops import vendor
+from custom_ops._register import OPS, use_provider
+from custom_ops.batch_metadata import ForwardContext, use_context
+from custom_ops.topk import topk_indices_reference
+from tests.custom_ops import strategies as s
+from tests.custom_ops import test_mqa_logits, test_sparse_mla, test_topk
+from tests.custom_ops.batches import batch, index_pool
+
+PROVIDERS = [(op.name, p) for op in OPS.values() for p in op.providers if p not in ("reference", "triton")]
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    """Rows padded as DeepGEMM's; NaN outside the range; with max_seqlen_k a row begins at its own start."""
+    assert q.shape[1] in (32, 64) and weights.shape == q.shape[:2] and weights.is_contiguous()
+    assert ks.dtype == ke.dtype == torch.int32 and not clean_logits
+    full = test_mqa_logits.formula(q, kv[0], kv[1], weights).float()
+    width = max_seqlen_k or full.shape[1]
+    out = torch.full((len(q), -(-(width + 256) // 256) * 256), torch.nan)
+    for row, (start, end) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):
+        at = 0 if max_seqlen_k else start
+        out[row, at : at + end - start] = full[row, start:end]
+    return out[:, :width]
+
+
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = 512,
+    topk_length: torch.Tensor | None = None,
+    use_legacy: bool = False,
+) -> tuple[torch.Tensor, None, None]:
+    assert use_legacy and q.shape[1] in (64, 128) and indices.shape[2] % 128 == 0 and topk_length is not None
+    assert kv.shape[1:] == (1, 576) and indices.shape[:2] == (len(q), 1) and indices.dtype == torch.int32
+    assert q.is_contiguous() and indices.is_contiguous() and d_v == 512
+    out = q.new_empty(*q.shape[:2], d_v)
+    OPS["sparse_mla"].reference(q, kv[:, 0], indices[:, 0], topk_length, out, sm_scale, "bf16")
+    return out, None, None
+
+
+def top_k_ragged_transform(
+    logits: torch.Tensor,
+    offsets: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    deterministic: bool,
+    tie_break: int,
+    row_starts: torch.Tensor,
+) -> torch.Tensor:
+    assert deterministic and tie_break == 1 and not offsets.any()
+    return topk_indices_reference(logits, row_starts, lengths, k)
+
+
+@pytest.fixture
+def packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: dict[str, Any] = {
+        "deep_gemm": SimpleNamespace(fp8_mqa_logits=fp8_mqa_logits),
+        "flash_mla": SimpleNamespace(flash_mla_sparse_fwd=flash_mla_sparse_fwd),
+        "flashinfer": SimpleNamespace(top_k_ragged_transform=top_k_ragged_transform),
+    }
+    monkeypatch.setattr(vendor, "_module", found.__getitem__)
+    monkeypatch.setattr(vendor, "_arch", lambda: 9)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 7])
+def test_deep_gemm_logits(packages: None, rows: int) -> None:
+    args = test_mqa_logits.ragged(rows, 32, 130, 3)
+    got, want = (s.call("mqa_logits", provider, args) for provider in ("deep_gemm", "reference"))
+    s.assert_fake_is_exact("mqa_logits", tuple(args.values()), got)
+    s.assert_bitwise(torch.where(want.isinf(), 0, got), torch.where(want.isinf(), 0, want))
+
+
+@pytest.mark.parametrize("workspace_bytes", [1 << 30, 4 * 128 * 264 * 3])
+def test_deep_gemm_cut(packages: None, workspace_bytes: int) -> None:
+    metadata = batch([100, 0, 30], [3, 2, 6], rows=16)
+    args = {
+        "layer_id": 0,
+        "q_fp8": test_mqa_logits.exact((16, 32, 128), 1).to(torch.float8_e4m3fn),
+        "weights": test_mqa_logits.exact((16, 32, 1), 2),
+        "topk_result": torch.full((16, 16), 2**30, dtype=torch.int32, device=s.DEVICE),
+    }
+    results = []
+    for provider in ("reference", "deep_gemm"):
+        context = ForwardContext(metadata, {0: test_mqa_logits.pool(40, 3)}, workspace_bytes=workspace_bytes)
+        with use_context(context):
+            s.call("indexer_topk", provider, args)
+        results.append(args["topk_result"].clone())
+        args["topk_result"].fill_(2**30)
+    s.assert_bitwise(results[1], results[0])
+
+
+def test_deep_gemm_refuses(packages: None) -> None:
+    metadata = batch([100], [3], rows=4)
+    q = torch.zeros(4, 32, 128, device=s.DEVICE).to(torch.float8_e4m3fn)
+    result = torch.zeros(4, 16, dtype=torch.int32, device=s.DEVICE)
+    with use_context(ForwardContext(metadata, {0: index_pool()}, workspace_bytes=1000)):
+        why = OPS["indexer_topk"].refusal("deep_gemm", 0, q, q[:, :, 0].float(), result)
+    assert why == "the gathered K takes up to 13596 bytes, the workspace is 1000"
+    assert vendor.deep_gemm_supports(q[:, :16]) == "DeepGEMM takes (32, 64) heads here, not 16"
+
+
+@pytest.mark.parametrize(("heads", "k"), [(4, 40), (64, 128), (65, 130), (128, 256)])
+def test_flash_mla(packages: None, heads: int, k: int) -> None:
+    args = test_sparse_mla.arguments([40, 1, 17, 0], heads, k)
+    args["topk"] = args["topk"].clamp(max=test_sparse_mla.SLOTS - 1)
+    args["topk"][1] = -1
+    got, want = (test_sparse_mla.run(provider, args) for provider in ("flash_mla", "reference"))
+    torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+
+
+def test_flash_mla_refuses(packages: None) -> None:
+    refusal = OPS["sparse_mla"].refusal
+    assert refusal("flash_mla", *test_sparse_mla.arguments([1]).values()) is None
+    assert "bfloat16" in str(refusal("flash_mla", *test_sparse_mla.arguments([1], layout="fp8").values()))
+    half = test_sparse_mla.arguments([1], dtype=torch.float16)
+    assert "bfloat16" in str(refusal("flash_mla", *half.values()))
+
+
+def test_flashinfer(packages: None) -> None:
+    args = test_topk.make(16, 97, "normal", 3, 1)
+    got, want = (s.call("topk_indices", provider, args) for provider in ("flashinfer", "reference"))
+    s.assert_bitwise(got, want)
+    paged = test_topk.paged_arguments()
+    got, want = (s.call("topk_slots", provider, paged) for provider in ("flashinfer", "reference"))
+    s.assert_bitwise(got, want)
+
+
+@pytest.mark.parametrize(("name", "provider"), PROVIDERS)
+def test_says_why_it_is_missing(name: str, provider: str) -> None:
+    missing = OPS[name].providers[provider].missing()
+    if not s.ON_GPU:
+        assert missing is not None
+        with (
+            use_provider(name, provider),
+            pytest.raises(RuntimeError, match=f"{name}: provider '{provider}'"),
+        ):
+            OPS[name].choose()
