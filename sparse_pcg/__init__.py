@@ -1,24 +1,36 @@
 """Piecewise CUDA graphs for DeepSeek-Sparse-Attention prefill, as a torch.compile backend.
 
-Importing the package registers the operators (``torch.ops.sparse_pcg``) and nothing else.
+Importing the package registers the operators (``torch.ops.sparse_pcg``).
 """
 
-import custom_ops as _ops  # noqa: F401  (registers torch.ops.sparse_pcg)
+import custom_ops as _ops  # noqa: F401  (registers the operators)
 
 from .backend import compile, freeze, reset
+from .batch import Batch
 from .counters import Stats, stats
 from .errors import CaptureError, FrozenError, OptionError, SparsePCGError
 from .options import Options
+from .plan import Plan
+from .recording import record
+from .report import Report, explain
+from .runner import PrefillOutput, PrefillRunner
 
 __all__ = [
+    "Batch",
     "CaptureError",
     "FrozenError",
     "OptionError",
     "Options",
+    "Plan",
+    "PrefillOutput",
+    "PrefillRunner",
+    "Report",
     "SparsePCGError",
     "Stats",
     "compile",
+    "explain",
     "freeze",
+    "record",
     "reset",
     "stats",
 ]

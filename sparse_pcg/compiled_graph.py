@@ -22,7 +22,7 @@ from .analysis import Analysis, analyse, source_line, symbols_of
 from .counters import COUNTS, LIVE, count_fallback, logger
 from .errors import FrozenError
 from .graphs import GraphDevice, device_for
-from .memory import Pool, storage_ptr
+from .memory import Pool, overlaps, storage_ptr
 from .options import Options
 from .pieces import Distinct, compile_pieces, misalignment, real_storages
 from .plan import Plan, Program, Ref, Step, record_plan
@@ -79,6 +79,7 @@ class CompiledGraph:
         self._symbols = _symbol_sources(placeholders, analysis)
         self._row_symbol = _row_symbol(placeholders, analysis, self.moving)
         self._rows_of_bound = [_row_reader(b.rows, self._symbols) for b in self.bound]
+        self._static_storages = {storage_ptr(given[i]) for i in self.static}
         self._aliasing = self._alias_pattern(given)
         self._entries: dict[tuple[int, ...], _Entry | None] = {}
         self._buffers = Buffers()
@@ -153,7 +154,7 @@ class CompiledGraph:
                 entry.inputs.copy_back(inputs)
                 return entry.inputs.deliver(entry.plan.outputs, inputs, self.options.static_outputs)
             self._leave("moved_static", f"{self._moved(entry, inputs)} moved after capture")
-            del self._entries[key]
+            self._static_storages = {storage_ptr(inputs[i]) for i in self.static}
             if not session.frozen():
                 self._entries[key] = None  # this call is the warm-up of the next capture
             return self.program.run(inputs)
@@ -162,7 +163,7 @@ class CompiledGraph:
                 self._leave("size", f"size {self._size(key)} was not captured before freeze()")
             else:
                 self._entries[key] = None  # the first visit of a size warms up, the second captures
-        elif self.options.graphs != "off":
+        elif self.options.graphs != "off" and self.piece_count:
             self._leave("size", f"size {self._size(key)} is not among the captured sizes")
         return self.program.run(inputs)
 
@@ -220,16 +221,17 @@ class CompiledGraph:
         pairs = zip(self.static, entry.addresses, strict=True)
         return ", ".join(self.names[i] for i, address in pairs if inputs[i].data_ptr() != address)
 
-    def _alias_pattern(self, inputs: Sequence[Any]) -> tuple[int, ...]:
-        """Per moving input the first input that shares its storage, as a number; compiled code relies on it."""
-        if not self.moving:
-            return ()
-        owner: dict[int, int] = {}
-        for i in (*self.static, *self.moving):
-            pointer = storage_ptr(inputs[i])
-            if pointer:
-                owner.setdefault(pointer, i)
-        return tuple(owner.get(storage_ptr(inputs[i]), i) for i in self.moving)
+    def _alias_pattern(self, inputs: Sequence[Any]) -> list[tuple[int, int]] | None:
+        """Which inputs overlap, and by how much; compiled code and static buffers rely on it. None: none do.
+
+        Static inputs keep their pattern for as long as they keep their addresses.
+        """
+        if len({p for i in self.moving if (p := storage_ptr(inputs[i]))} - self._static_storages) == len(self.moving):
+            return None
+        order = (*self.static, *self.moving)
+        pattern = overlaps([inputs[i] for i in order])[len(self.static) :]
+        alone = all(place == (len(self.static) + i, 0) for i, place in enumerate(pattern))
+        return None if alone else pattern
 
     def _warn_unmatched(self, gm: fx.GraphModule) -> None:
         present = {overload_of(n) for n in gm.graph.nodes}

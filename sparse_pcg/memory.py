@@ -21,13 +21,45 @@ def storage_ptr(tensor: torch.Tensor) -> int:
     return storage.data_ptr() if storage.nbytes() else 0
 
 
-def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and one past the last byte of ``tensor`` within its storage."""
-    start = tensor.storage_offset() * tensor.element_size()
-    if tensor.numel() == 0:
+def span(itemsize: int, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+    """First byte and one past the last byte of a view of a storage."""
+    start = offset * itemsize
+    if 0 in sizes:
         return start, start
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    last = sum((n - 1) * s for n, s in zip(sizes, strides, strict=True))
+    return start, start + (last + 1) * itemsize
+
+
+def byte_span(tensor: torch.Tensor) -> tuple[int, int]:
+    """``span`` of a tensor."""
+    return span(tensor.element_size(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
+    """Per tensor: the first tensor whose memory it overlaps (itself, if it is the first), and how many bytes after it.
+
+    Overlap is transitive: a tensor that touches two others joins them. Disjoint views of one storage are apart.
+    """
+    by_storage: dict[int, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_storage.setdefault(storage_ptr(tensor) or -i - 1, []).append(i)
+    result = [(i, 0) for i in range(len(tensors))]
+    for members in by_storage.values():
+        if len(members) == 1:
+            continue
+        spans = {i: byte_span(tensors[i]) for i in members}
+        first: dict[int, int] = {}
+        reach, chain = -1, -1
+        for i in sorted(members, key=lambda i: spans[i]):  # a sweep along the storage
+            if chain < 0 or spans[i][0] >= reach:
+                chain = i
+            first[i] = chain
+            reach = max(reach, spans[i][1])
+        for chain in set(first.values()):
+            joined = [i for i in members if first[i] == chain]
+            for i in joined:
+                result[i] = (min(joined), spans[i][0] - spans[min(joined)][0])
+    return result
 
 
 def view_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -108,9 +140,9 @@ class Pool:
         self.begin_bucket()
 
 
-# 0xFFC1FFC1: a NaN as float64, float32, bfloat16 and float16, every second e4m3 a NaN; as an int a negative number, and
+# 0xFFF1FFF1: a NaN as float64, float32, bfloat16 and float16, every second e4m3 a NaN; as an int a negative number, and
 # as int32 one far below any index that Python-style indexing takes from the end.
-_POISON_WORD = -0x003E003F
+_POISON_WORD = -0x000E000F
 
 
 def _graph_pool_bytes(handle: Any) -> int:

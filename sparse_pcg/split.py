@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from .analysis import Analysis, NodeFacts, source_line, storage_of, symbols_of
-from .memory import byte_span
+from .memory import span
 from .rewrite import is_cut, overload_of
 
 PIECE, HOST, LIVE, CUT = "piece", "host", "live", "cut"
@@ -229,9 +229,22 @@ def alias_groups(nodes: list[fx.Node], analysis: Analysis, real_storage: dict[in
 
 
 def _may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one storage may share a byte; True where sizes are symbolic."""
-    parts = (*a.shape, *a.stride(), a.storage_offset(), *b.shape, *b.stride(), b.storage_offset())
-    if not all(isinstance(p, int) for p in parts):
-        return True
-    (start_a, stop_a), (start_b, stop_b) = byte_span(a), byte_span(b)
+    """Whether two tensors of one storage share a byte, by the sizes traced with; True where a size is unknown.
+
+    A call whose arguments overlap otherwise never reaches the code compiled for this.
+    """
+    spans = []
+    for tensor in (a, b):
+        sizes, strides = [_hint(s) for s in tensor.shape], [_hint(s) for s in tensor.stride()]
+        offset = _hint(tensor.storage_offset())
+        if offset is None or None in sizes or None in strides:
+            return True
+        spans.append(span(tensor.element_size(), offset, sizes, strides))  # type: ignore[arg-type]
+    (start_a, stop_a), (start_b, stop_b) = spans
     return start_a < stop_b and start_b < stop_a
+
+
+def _hint(size: Any) -> int | None:
+    if isinstance(size, int):
+        return size
+    return int(size.node.hint) if size.node.has_hint() else None

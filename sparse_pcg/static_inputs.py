@@ -1,6 +1,6 @@
 """Arguments of a plain call at fixed addresses: copied in before a replay, and back where the graph writes them.
 
-Arguments that share a storage are copied as one span of bytes, so that they alias in the buffers as they do for the
+Arguments that overlap are copied as one span of bytes, so that they alias in the buffers as they do for the
 caller. What a replay returns is delivered as PyTorch would return it: an argument as itself, a view of an argument as a
 view of the caller's, anything else as a fresh tensor.
 """
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .memory import byte_span, storage_ptr, view_bytes, view_like
+from .memory import byte_span, overlaps, storage_ptr, view_bytes, view_like
 
 
 class Buffers:
@@ -45,10 +45,10 @@ class StaticInputs:
     def __init__(self, args: Sequence[Any], moving: Sequence[int], written: frozenset[int], buffers: Buffers) -> None:
         self.tensors: list[Any] = list(args)
         self._groups: list[_Group] = []
-        by_storage: dict[int, list[int]] = {}
-        for i in moving:
-            by_storage.setdefault(storage_ptr(args[i]) or -i - 1, []).append(i)
-        for members in by_storage.values():
+        grouped: dict[int, list[int]] = {}
+        for i, (first, _) in zip(moving, overlaps([args[i] for i in moving]), strict=True):
+            grouped.setdefault(first, []).append(i)
+        for members in grouped.values():
             group = _Group(args, members, any(i in written for i in members), buffers)
             self._groups.append(group)
             for i, tensor in zip(members, group.tensors, strict=True):
@@ -93,7 +93,7 @@ class StaticInputs:
 
 
 class _Group:
-    """Arguments that share one storage, and their span of it."""
+    """Arguments whose memory overlaps, and the span of storage they cover."""
 
     def __init__(self, args: Sequence[Any], members: list[int], written: bool, buffers: Buffers) -> None:
         self.members, self.written = members, written
