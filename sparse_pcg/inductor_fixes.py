@@ -258,9 +258,12 @@ def repaired() -> Iterator[None]:
         stack.enter_context(inductor_settings.patch(inductor_config()))
         stack.enter_context(functorch_settings.patch(enable_remote_autograd_cache=False))
         if _depth == 1:
-            tag = "+".join(("sparse_pcg", version(), *_enabled, torch.compiler.config.cache_key_tag))
-            stack.enter_context(torch.compiler.config.patch(cache_key_tag=tag))  # type: ignore[attr-defined]
+            stack.enter_context(torch.compiler.config.patch(cache_key_tag=_key()))  # type: ignore[attr-defined]
         yield
+
+
+def _key() -> str:
+    return "+".join(("sparse_pcg", version(), *_enabled, torch.compiler.config.cache_key_tag))
 
 
 def _leave() -> None:
@@ -316,7 +319,8 @@ def self_test() -> list[str]:
         return [torch.arange(48.0).view(6, 8)[2:] for _ in range(3)]
 
     mode = FakeTensorMode()
-    with inductor_settings.patch(force_disable_caches=True):
+    no_graphs, no_programs = {"fx_graph_cache": False}, {"enable_autograd_cache": False}
+    with inductor_settings.patch(no_graphs), functorch_settings.patch(no_programs):
         compiled = compile_piece(fx.symbolic_trace(models), [mode.from_tensor(a) for a in inputs()])
     given, expected = inputs(), inputs()
     pairs = zip(given, compiled(*given), expected, models(*expected), strict=True)

@@ -42,7 +42,7 @@ def overlaps(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]]:
     """
     by_storage: dict[int, list[int]] = {}
     for i, tensor in enumerate(tensors):
-        by_storage.setdefault(storage_ptr(tensor) or -i - 1, []).append(i)
+        by_storage.setdefault((storage_ptr(tensor) if tensor.numel() else 0) or -i - 1, []).append(i)
     result = [(i, 0) for i in range(len(tensors))]
     for members in by_storage.values():
         if len(members) == 1:
