@@ -42,6 +42,13 @@ def storage_of(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def launches(func: Any) -> bool:
+    """Whether an operator has a kernel: views, allocations and arithmetic on symbols have none."""
+    name = func._schema.name
+    view = func.is_view and name not in ("aten::reshape", "aten::contiguous")
+    return not view and name not in _ALLOCATIONS and not name.startswith(_FREE_PREFIXES)
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
@@ -64,9 +71,7 @@ class _Watch(TorchDispatchMode):
             torch.Tag.dynamic_output_shape in func.tags and symbols_of(out) - symbols_of((args, kwargs))
         ):
             facts.sync = facts.sync or name
-        view = func.is_view and name not in ("aten::reshape", "aten::contiguous")
-        if not view and name not in _ALLOCATIONS and not name.startswith(_FREE_PREFIXES):
-            facts.kernels += 1
+        facts.kernels += launches(func)
         for leaf in pytree.tree_leaves((args, kwargs, out)):
             if isinstance(leaf, torch.Tensor):
                 facts.devices.add(leaf.device.type)

@@ -133,7 +133,10 @@ class Plan:
         self.owner: Any = None  # what keeps the memory of a recorded plan
 
     def replay(self) -> None:
-        """Run all steps."""
+        """Run all steps, without autograd whatever mode the caller is in."""
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self.replay()
         step: Callable[[], Any] | None = None
         try:
             for step in self.steps:

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from custom_ops._register import op_of
 
 from . import session
+from .analysis import launches
 from .counters import COUNTS, LIVE
 from .errors import CaptureError, FrozenError
 from .graphs import CudaDevice, GraphDevice, device_for
@@ -40,6 +41,7 @@ class RecordedGraph:
         """Give the memory back; the plan cannot be replayed any more."""
         self.plan.steps = [_dropped]
         self.plan.labels = ["a dropped plan"]
+        LIVE.discard(self)
         self._pool.release()
 
 
@@ -90,7 +92,9 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func in self.named or torch.Tag.cudagraph_unsafe in func.tags:
             return self._cut(func, args, kwargs)
-        if torch.Tag.data_dependent_output in func.tags:
+        if torch.Tag.data_dependent_output in func.tags or (
+            torch.Tag.dynamic_output_shape in func.tags and not _by_numbers(func, args)
+        ):
             raise CaptureError(f"{func} reads device data on the host: it cannot be captured")
         return self.op(func, args, kwargs)
 
@@ -146,7 +150,7 @@ class _CudaRecorder(_Recorder):
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
         result = func(*args, **kwargs)
-        self._launched = self._launched or not func.is_view
+        self._launched = self._launched or launches(func)
         return result
 
     def begin_piece(self) -> None:
@@ -202,6 +206,13 @@ class _TapeRecorder(_Recorder):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         stable = StableOutputs(leaves, tensors, self.pool)
         writes = any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments)
-        if writes or any(isinstance(place, int) for place in stable.pattern):
+        if launches(func) and (writes or any(isinstance(place, int) for place in stable.pattern)):
             self._tape.append(lambda: stable.copy_from(pytree.tree_leaves(func(*args, **kwargs))))
         return pytree.tree_unflatten(stable.tensors, spec)
+
+
+def _by_numbers(func: Any, args: Any) -> bool:
+    """Indexing with positions gives a known size; with a mask the size depends on the mask's values."""
+    if func is not torch.ops.aten.index.Tensor:
+        return False
+    return not any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
