@@ -160,6 +160,7 @@ DROPPED_CLONES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "pad_nothing": lambda x: torch.nn.functional.pad(x, (0, 0)),
     "repeat_once": lambda x: x.repeat(1, 1),
     "clone_of_slice": lambda x: x[0:].clone(),
+    "convert_and_back": lambda x: x.to(torch.float64).to(x.dtype),
 }
 KEPT_COPIES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "add_nothing": lambda x: x + 0,
