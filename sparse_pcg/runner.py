@@ -23,6 +23,7 @@ from .counters import count_fallback, logger
 from .errors import CaptureError, FrozenError, SparsePCGError
 from .options import Options
 from .plan import Plan
+from .verification import Verification, verify
 
 MODES = ("replay", "uncaptured", "eager")
 
@@ -31,6 +32,8 @@ class KV(Protocol):
     """What a runner needs of the KV pools."""
 
     num_pages: int
+
+    def request(self) -> Any: ...
 
     def context(self, metadata: BatchMetadata | None, workspace_bytes: int = ...) -> ForwardContext: ...
 
@@ -226,6 +229,10 @@ class PrefillRunner:
         with session.watching(lambda graph, inputs, outputs: None):
             return self._compiled(**self._row_arguments(metadata, rows, mark=True))
 
+    def verify(self) -> Verification:
+        """Replay every captured graph on batches of its own against uncaptured and eager; takes free pages meanwhile."""
+        return verify(self)
+
     # Addresses.
 
     def refresh(self) -> None:
@@ -249,6 +256,14 @@ class PrefillRunner:
                 bucket.graph.drop()
             self._buckets.clear()
             self.captured.clear()
+
+    def bucket_sizes(self) -> list[int]:
+        """The captured buckets."""
+        return sorted(self._buckets)
+
+    def variants(self, bucket: int) -> list[str]:
+        """The variants captured for a bucket."""
+        return list(self._buckets[bucket].plans)
 
     def plan_of(self, output: PrefillOutput) -> Plan | None:
         """The plan that gave ``output``; None if it was not a replay, or the plan is gone."""

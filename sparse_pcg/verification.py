@@ -1,0 +1,107 @@
+"""Proof on the spot: every captured graph of a runner, replayed against the same pieces uncaptured and against eager."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .batch import Batch
+from .buckets import smallest_batch
+
+if TYPE_CHECKING:
+    from .runner import PrefillRunner
+
+# Relative L2 distance of hidden states from the eager model's: a matrix product over n rows and one over the padded
+# bucket differ in the last bits of their dtype.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One graph at one number of rows.
+
+    bitwise: hidden states, logits and the request's KV pages equal those of the uncaptured run in every byte.
+    distance: relative L2 distance of the hidden states from the eager model's; close: within tolerance.
+    """
+
+    bucket: int
+    variant: str
+    rows: int
+    bitwise: bool
+    distance: float
+    close: bool
+
+
+@dataclass(frozen=True)
+class Verification:
+    """All checks; ``ok`` when every one holds."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there was something to check and all of it holds."""
+        return bool(self.checks) and all(c.bitwise and c.close for c in self.checks)
+
+    def __str__(self) -> str:
+        lines = [f"{'bucket':>7} {'rows':>6} variant  bitwise  distance from eager"]
+        for c in self.checks:
+            words = "equal" if c.bitwise else "DIFFERS"
+            lines.append(f"{c.bucket:7} {c.rows:6} {c.variant:7}  {words:7}  {c.distance:.2e}{'' if c.close else ' TOO LARGE'}")
+        return "\n".join(lines)
+
+
+def verify(runner: PrefillRunner) -> Verification:
+    """Check each captured bucket and variant with its largest and its smallest batch, on free pages of the KV pools."""
+    checks = []
+    for bucket in sorted(runner.bucket_sizes()):
+        for variant in runner.variants(bucket):
+            for rows in sorted({bucket, max(smallest_batch(bucket, runner.sizes), 1)}):
+                check = _check(runner, bucket, variant, rows)
+                if check is not None:
+                    checks.append(check)
+    return Verification(tuple(checks))
+
+
+def _check(runner: PrefillRunner, bucket: int, variant: str, rows: int) -> Check | None:
+    if variant == "short" and rows > runner.index_topk:
+        return None  # such a batch never takes the short graph
+    generator = torch.Generator().manual_seed(1000 * bucket + rows)
+    with runner.kv.request() as request:
+        if variant == "cut" and "short" in runner.variants(bucket):
+            # Rows that see more than index_topk tokens take the graph with cuts, however few they are.
+            for start in range(0, runner.index_topk, runner.sizes[-1]):
+                part = min(runner.sizes[-1], runner.index_topk - start)
+                runner.forward(_extend(runner, request, part, generator), "uncaptured")
+        batch = _extend(runner, request, rows, generator)
+        eager = runner.forward(batch, "eager").hidden
+        plain = runner.forward(batch, "uncaptured")
+        before = _pages(runner, request.pages)
+        replay = runner.forward(batch)
+        pairs = [(plain.hidden, replay.hidden), (plain.logits, replay.logits)]
+        pairs += list(zip(before, _pages(runner, request.pages), strict=True))
+    took = replay.bucket == bucket and replay.variant == variant
+    distance = float((replay.hidden.float() - eager.float()).norm() / eager.float().norm().clamp(min=1e-12))
+    bitwise = took and all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
+    return Check(bucket, variant, rows, bitwise, distance, distance <= TOLERANCE[eager.dtype])
+
+
+def _extend(runner: PrefillRunner, request: Any, rows: int, generator: torch.Generator) -> Batch:
+    prefix = request.num_tokens
+    request.extend(rows)
+    vocab = int(runner.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
+    ids = torch.randint(vocab, (rows,), generator=generator)
+    table = torch.tensor([request.pages], dtype=torch.int32)
+    return Batch(ids.to(runner.device), [rows], [prefix], table.to(runner.device))
+
+
+def _pages(runner: PrefillRunner, pages: list[int]) -> list[torch.Tensor]:
+    context = runner.kv.context(None)
+    caches = [c.view(runner.kv.num_pages, -1) for c in (*context.latent_kv.values(), *context.index_k.values())]
+    return [c[pages].clone() for c in caches]
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)

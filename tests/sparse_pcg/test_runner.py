@@ -1,0 +1,291 @@
+"""The runner on a tiny model: replay against uncaptured bit for bit, against eager within tolerance, in any order."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import sparse_pcg
+from sparse_pcg.kv import PagedKV, RequestPages, page_table
+from sparse_pcg.models import DSAModel, preset
+from tests.sparse_pcg.toys import same
+
+CONFIG = replace(preset("tiny"), num_layers=3, index_topk=16)
+SIZES = (4, 8, 16, 32)
+
+
+def build(**options: Any) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
+    model = DSAModel(CONFIG, dtype=torch.float32, seed=3)
+    indexed = [i for i in range(CONFIG.num_layers) if CONFIG.has_indexer(i)]
+    kv = PagedKV(CONFIG.num_layers, 24, index_layers=indexed, dtype=torch.float32, poison=True)
+    chosen = sparse_pcg.Options(**{"capture_sizes": SIZES, "compiler": "eager", **options})
+    return sparse_pcg.PrefillRunner(model, kv, chosen), kv
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV]]:
+    torch._dynamo.reset()
+    sparse_pcg.reset()
+    runner, kv = build(debug_checks=True)
+    runner.capture(progress=False)
+    yield runner, kv
+    sparse_pcg.reset()
+
+
+def batch_of(requests: list[tuple[RequestPages, int]], seed: int = 0) -> sparse_pcg.Batch:
+    """A batch that gives each request so many new tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    prefix = [r.num_tokens for r, _ in requests]
+    for request, new in requests:
+        request.extend(new)
+    ids = torch.randint(CONFIG.vocab_size, (sum(n for _, n in requests),), generator=generator)
+    return sparse_pcg.Batch(ids, [n for _, n in requests], prefix, page_table([r for r, _ in requests]))
+
+
+def compare(runner: sparse_pcg.PrefillRunner, kv: PagedKV, batch: sparse_pcg.Batch) -> sparse_pcg.PrefillOutput:
+    """Replay equals uncaptured in outputs and in every page but the dummy one; eager within tolerance."""
+    eager = runner.forward(batch, "eager")
+    plain = runner.forward(batch, "uncaptured")
+    pools = [kv.latent_pool[:, 64:].clone(), kv.index_pool[:, 1:].clone()]
+    replay = runner.forward(batch)
+    assert same(replay.hidden, plain.hidden) and same(replay.logits, plain.logits)
+    assert same([kv.latent_pool[:, 64:], kv.index_pool[:, 1:]], pools)
+    torch.testing.assert_close(replay.hidden, eager.hidden, rtol=1e-3, atol=1e-4)
+    return replay
+
+
+STEPS = st.lists(
+    st.tuples(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 12)), min_size=1, max_size=3), st.booleans()),
+    min_size=2,
+    max_size=5,
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(STEPS, st.integers(0, 1 << 20))
+def test_random_batches_with_prefixes_chunks_and_preemption(served: Any, steps: Any, seed: int) -> None:
+    runner, kv = served
+    lanes = [kv.request() for _ in range(4)]
+    for step, (parts, preempt) in enumerate(steps):
+        chosen = {lane: new for lane, new in parts}
+        batch = batch_of([(lanes[lane], new) for lane, new in chosen.items()], seed + step)
+        compare(runner, kv, batch)
+        if preempt:  # a request loses its pages (they are poisoned) and others will be given them
+            lanes[parts[0][0]].close()
+    for lane in lanes:
+        lane.close()
+    kv.close()
+
+
+def test_variant_follows_what_rows_see_not_how_many_there_are(served: Any) -> None:
+    runner, kv = served
+    with kv.request() as a, kv.request() as b:
+        assert compare(runner, kv, batch_of([(a, 16)])).variant == "short"
+        assert compare(runner, kv, batch_of([(a, 4)])).variant == "cut"  # 4 rows, 20 tokens seen
+        assert compare(runner, kv, batch_of([(b, 4)])).variant == "short"
+        assert compare(runner, kv, batch_of([(b, 4), (a, 4)])).variant == "cut"  # one of two is long
+
+
+def test_short_equals_cut_bit_for_bit(served: Any) -> None:
+    runner, kv = served
+    for rows in (3, 8, 13, 16):
+        with kv.request() as request:
+            batch = batch_of([(request, rows)], seed=rows)
+            short = runner.forward(batch)
+            assert short.variant == "short"
+            bucket = runner._buckets[short.bucket]  # type: ignore[index]
+            held = bucket.plans.pop("short")
+            try:
+                cut = runner.forward(batch)
+            finally:
+                bucket.plans["short"] = held
+            assert cut.variant == "cut" and same(cut.hidden, short.hidden) and same(cut.logits, short.logits)
+
+
+def test_pad_rows_reach_nothing(served: Any) -> None:
+    """The same batch again after a larger one has left its values in the tails and in the dummy page."""
+    runner, kv = served
+    with kv.request() as a, kv.request() as b:
+        batch = batch_of([(a, 5)], seed=1)
+        want = compare(runner, kv, batch)
+        kv.latent_pool[:, :64] = 1e4
+        runner.forward(batch_of([(b, 31)], seed=2))
+        again = runner.forward(batch)
+        assert same(again.hidden, want.hidden)
+
+
+def test_serving_neither_compiles_nor_captures(served: Any) -> None:
+    runner, kv = served
+    with sparse_pcg.stats().expect(graphs=0, unique_pieces=0, captures=0, replays=3, fallbacks={"size": 2}):
+        for rows in (5, 20, 8, 1, 40):
+            with kv.request() as request:
+                runner.forward(batch_of([(request, rows)], seed=rows))
+
+
+@pytest.mark.parametrize("rows", [1, 33, 70])
+def test_rows_that_no_bucket_serves_run_uncaptured_and_right(served: Any, rows: int) -> None:
+    runner, kv = served
+    with kv.request() as request:
+        batch = batch_of([(request, rows)], seed=rows)
+        eager = runner.forward(batch, "eager")
+        out = runner.forward(batch)
+        assert out.variant is None
+        torch.testing.assert_close(out.hidden, eager.hidden, rtol=1e-3, atol=1e-4)
+
+
+def test_a_batch_of_nothing(served: Any) -> None:
+    runner, _ = served
+    none = torch.zeros(0, dtype=torch.int64)
+    out = runner.forward(sparse_pcg.Batch(none, [], [], torch.zeros(0, 0, dtype=torch.int32)))
+    assert out.logits.shape == (0, CONFIG.vocab_size) and out.hidden.shape == (0, CONFIG.hidden_size)
+
+
+def test_embeddings_run_uncaptured_and_are_counted(served: Any) -> None:
+    runner, kv = served
+    with kv.request() as request:
+        batch = batch_of([(request, 8)])
+        want = runner.forward(batch, "eager")
+        embeds = torch.nn.functional.embedding(batch.input_ids, runner.model.embed_tokens)
+        with sparse_pcg.stats().expect(fallbacks={"multimodal": 1}):
+            out = runner.forward(replace(batch, input_embeds=embeds))
+        torch.testing.assert_close(out.hidden, want.hidden, rtol=1e-3, atol=1e-4)
+
+
+class TestBadBatches:
+    """A clear error that names the field; nothing written; the runner goes on."""
+
+    @pytest.mark.parametrize(
+        ("change", "named"),
+        [
+            ({"new_lens": [5]}, "new_lens"),
+            ({"new_lens": [0, 8]}, r"new_lens\[0\]"),
+            ({"new_lens": [4, 4]}, "page_table|prefix_lens"),
+            ({"prefix_lens": [-1]}, r"prefix_lens\[0\]"),
+            ({"prefix_lens": [60]}, "page_table has 1 pages"),
+            ({"prefix_lens": [0, 0]}, "prefix_lens"),
+            ({"input_ids": torch.zeros(8, dtype=torch.int32)}, "input_ids"),
+            ({"page_table": torch.zeros(1, 1, dtype=torch.int32)}, "page 0"),
+            ({"page_table": torch.full((1, 1), 24, dtype=torch.int32)}, "1 to 23"),
+            ({"page_table": torch.zeros(1, 1, dtype=torch.int64)}, "page_table"),
+        ],
+    )
+    def test_it_is_named(self, served: Any, change: dict[str, Any], named: str) -> None:
+        runner, kv = served
+        with kv.request() as request:
+            batch = batch_of([(request, 8)])
+            want = runner.forward(batch).hidden
+            pools = kv.latent_pool.clone(), kv.index_pool.clone()
+            with pytest.raises(ValueError, match=named):
+                runner.forward(replace(batch, **change))
+            assert same([kv.latent_pool, kv.index_pool], list(pools))
+            assert same(runner.forward(batch).hidden, want)
+
+    def test_an_unknown_mode(self, served: Any) -> None:
+        runner, kv = served
+        with kv.request() as request, pytest.raises(ValueError, match="mode"):
+            runner.forward(batch_of([(request, 8)]), "fast")
+
+
+def test_a_required_parameter_without_a_buffer_is_named() -> None:
+    class Strange(torch.nn.Module):
+        def forward(self, input_ids: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+            return input_ids * temperature
+
+    _, kv = build()
+    with pytest.raises(ValueError, match="temperature"):
+        sparse_pcg.PrefillRunner(Strange(), kv)
+
+
+class TestOwnRunner:
+    """What changes the state of a runner gets one of its own."""
+
+    @pytest.fixture(autouse=True)
+    def _fresh(self) -> Iterator[None]:
+        torch._dynamo.reset()
+        sparse_pcg.reset()
+        yield
+        sparse_pcg.reset()
+
+    def test_moved_weights(self) -> None:
+        runner, kv = build(capture_sizes=(8,), debug_checks=True)
+        runner.capture(progress=False)
+        with kv.request() as request:
+            batch = batch_of([(request, 8)])
+            runner.forward(batch)
+            runner.model.norm.data = runner.model.norm.data * 2
+            with sparse_pcg.stats().expect(fallbacks={"moved_static": 1}, captures=0):
+                moved = runner.forward(batch)
+            torch.testing.assert_close(moved.hidden, runner.forward(batch, "eager").hidden, rtol=1e-3, atol=1e-4)
+            runner.refresh()
+            with sparse_pcg.stats().expect(fallbacks={}, replays=1):
+                compare(runner, kv, batch)
+            runner.model.norm = torch.nn.Parameter(runner.model.norm.data * 3, requires_grad=False)
+            runner.refresh()
+            compare(runner, kv, batch)
+
+    def test_reset_gives_everything_back_and_the_runner_goes_on(self) -> None:
+        runner, kv = build(capture_sizes=(8,))
+        runner.capture(progress=False)
+        request = kv.request()
+        batch = batch_of([(request, 8)])
+        compare(runner, kv, batch)
+        sparse_pcg.reset()
+        assert sparse_pcg.stats().pool_bytes == 0
+        with sparse_pcg.stats().expect(fallbacks={"size": 1}, replays=0):
+            compare(runner, kv, batch)
+        runner.capture(progress=False)
+        with sparse_pcg.stats().expect(replays=1):
+            compare(runner, kv, batch)
+        alive = weakref.ref(runner.model)
+        del runner
+        torch._dynamo.reset()
+        gc.collect()
+        assert alive() is None
+
+    def test_two_runners_with_the_same_layer_ids(self) -> None:
+        one, kv_one = build(capture_sizes=(8,))
+        two, kv_two = build(capture_sizes=(8,))
+        two.model.norm.data.mul_(2)
+        one.capture(progress=False)
+        two.capture(progress=False)
+        with kv_one.request() as a, kv_two.request() as b:
+            batch_one, batch_two = batch_of([(a, 7)], seed=1), batch_of([(b, 8)], seed=2)
+            want = one.forward(batch_one).hidden, two.forward(batch_two).hidden
+            compare(one, kv_one, batch_one)
+            compare(two, kv_two, batch_two)
+            assert same(one.forward(batch_one).hidden, want[0]) and same(two.forward(batch_two).hidden, want[1])
+
+    def test_verify_says_what_holds_and_what_does_not(self) -> None:
+        runner, kv = build(capture_sizes=(8, 16))
+        runner.capture(progress=False)
+        verified = runner.verify()
+        assert verified.ok and {c.bucket for c in verified.checks} == {8, 16}
+        assert {c.variant for c in verified.checks} == {"cut", "short"}
+        kv.close()  # verify gave its pages back
+        plan = runner._buckets[8].plans["short"]
+        plan.add(lambda: plan.outputs[0].add_(1e-3), "a fault")
+        broken = runner.verify()
+        assert not broken.ok and [c.bucket for c in broken.checks if not c.bitwise] == [8] * len(
+            [c for c in broken.checks if c.bucket == 8 and c.variant == "short"]
+        )
+
+    def test_explain_shows_the_k_store_inside_a_piece_and_the_line_of_each_cut(self) -> None:
+        runner, _ = build(capture_sizes=(8,))
+        runner.capture(progress=False)
+        report = sparse_pcg.explain(runner)
+        indexed = [i for i in range(CONFIG.num_layers) if CONFIG.has_indexer(i)]
+        assert len(report.cuts) == len(indexed)
+        assert all("indexer_topk" in c.op and "dsa.py:" in c.source and "indexer_prefill" in c.composite for c in report.cuts)
+        stores = [p for p in report.pieces if "sparse_pcg::index_k_prepare_store" in p.ops]
+        assert len(stores) == len(indexed) and all(p.kind == "piece" for p in stores)
+        text = str(report)
+        assert "index_k_prepare_store" in text and "dsa.py:" in text and "8 rows" in text
+        assert report.to_dict()["cuts"][0]["op"] == "sparse_pcg::indexer_topk"
