@@ -132,6 +132,7 @@ def mla_kv_store_reference(
         parts = (q, scale, k_rope.to(torch.bfloat16).contiguous())
         cache[slots] = torch.cat([part.view(torch.uint8) for part in parts], 1)
     elif layout == "fp8":
+        # The layout saturates by itself: it does not rest on what the cast makes of values beyond 448.
         row = torch.cat((k_nope, k_rope), 1).float().clamp(-E4M3_MAX, E4M3_MAX)
         cache.view(torch.uint8)[slots] = row.to(E4M3).view(torch.uint8)
     else:
