@@ -35,7 +35,7 @@ def poison(plan: sparse_pcg.Plan) -> None:
 def check(
     fn: Callable[..., Any], make: Callable[[int], tuple[torch.Tensor, ...]], replays: int = 3
 ) -> sparse_pcg.Plan:
-    """Record ``fn`` and replay it on new values: results and arguments equal those of ``fn`` itself, bit for bit."""
+    """Record ``fn`` and replay it on new values: results and arguments equal those of ``fn``, bit for bit."""
     static, theirs = make(0), make(0)
     plan = sparse_pcg.record(fn, *static)
     want = pytree.tree_leaves(fn(*theirs))
