@@ -110,7 +110,7 @@ def _tiling(heads: int, compute: torch.dtype) -> dict[str, int]:
     """The most heads that share a token's row; float32 tiles take twice the memory."""
     if compute == torch.float32:
         return {"HEAD_BLOCK": 16, "TOKENS": 16}
-    return {"HEAD_BLOCK": min(64, max(16, triton.next_power_of_2(heads))), "TOKENS": 64 if heads > 16 else 32}
+    return {"HEAD_BLOCK": min(64, max(16, triton.next_power_of_2(heads))), "TOKENS": 32}
 
 
 def _compute_dtype(q: torch.Tensor, cache: torch.Tensor, layout: str) -> torch.dtype:
