@@ -17,7 +17,11 @@ from .options import Options
 
 
 def sparse_pcg(
-    gm: fx.GraphModule, example_inputs: Sequence[Any], *, options: Mapping[str, Any] | Options | None = None, mode: Any = None
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | Options | None = None,
+    mode: Any = None,
 ) -> Callable[..., Any]:
     """The backend behind ``torch.compile(model, backend="sparse_pcg", options={...})``.
 
@@ -100,7 +104,7 @@ def freeze() -> None:
 
 
 def reset() -> None:
-    """Drop captured graphs, pools and counters, and lift ``freeze()``. Compiled modules go on working, captured anew."""
+    """Drop captured graphs, pools and counters, and lift ``freeze()``. Compiled modules are captured anew."""
     for owner in (*session.RESETTABLE, *LIVE):
         owner.drop()
     session.set_frozen(False)

@@ -9,26 +9,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from custom_ops._register import op_of
-
 from . import session
-from .analysis import Analysis, analyse, source_line, symbols_of
-from .counters import COUNTS, LIVE, count_fallback, logger
+from .analysis import analyse
+from .counters import LIVE, count_fallback, logger
 from .errors import FrozenError
 from .graphs import GraphDevice, device_for
 from .memory import Pool, overlaps, storage_ptr
 from .options import Options
 from .pieces import Distinct, compile_pieces, misalignment, real_storages
-from .plan import Plan, Program, Ref, Step, record_plan
+from .plan import Plan, record_plan
+from .program import build_program
 from .rewrite import BoundInput, cut_overloads, overload_of, rewrite
 from .split import CUT, PIECE, Segment, split
 from .static_inputs import Buffers, StaticInputs
+from .symbols import row_reader, row_symbol, symbol_sources
 
 MAX_KEYS_PER_SIZE = 8  # values of the other symbols (page counts, say) that one token count is captured for
 
@@ -67,7 +67,7 @@ class CompiledGraph:
         self.distinct: list[Distinct | None] = compile_pieces(
             self.segments, analysis, reals, misalignment(cuda), options.compiler
         )
-        self.program = _program(own.graph, self.segments, self.distinct, analysis, placeholders)
+        self.program = build_program(own.graph, self.segments, self.distinct, analysis, placeholders)
         self.static = [i for i, n in enumerate(placeholders) if _is_static(n)]
         self.static += [len(examples) + i for i, b in enumerate(self.bound) if b.static]
         tensors = [i for i, n in enumerate(placeholders) if isinstance(analysis.values[n], torch.Tensor)]
@@ -76,9 +76,9 @@ class CompiledGraph:
         self.written = frozenset(i for i, n in enumerate(placeholders) if n in analysis.mutated)
         # Kernels of the captured pieces as the model launches them one by one (a compiler may fuse some).
         self.kernel_count = sum(analysis.facts[n].kernels for s in self.segments if s.kind == PIECE for n in s.nodes)
-        self._symbols = _symbol_sources(placeholders, analysis)
-        self._row_symbol = _row_symbol(placeholders, analysis, self.moving)
-        self._rows_of_bound = [_row_reader(b.rows, self._symbols) for b in self.bound]
+        self._symbols = symbol_sources(placeholders, analysis)
+        self._row_symbol = row_symbol(placeholders, analysis, self.moving)
+        self._rows_of_bound = [row_reader(b.rows, self._symbols) for b in self.bound]
         self._static_storages = {storage_ptr(given[i]) for i in self.static}
         self._aliasing = self._alias_pattern(given)
         self._entries: dict[tuple[int, ...], _Entry | None] = {}
@@ -182,7 +182,7 @@ class CompiledGraph:
         return static.deliver(plan.outputs, inputs, self.options.static_outputs)
 
     def plan(self, inputs: Sequence[Any], *, variant: str = "cut", label: str = "") -> Plan | None:
-        """Record a plan for ``inputs``, all of which stay where they are, in this graph's pool. None: graphs are off."""
+        """Record a plan for ``inputs``, all of which stay where they are, in our pool. None: graphs are off."""
         if self._device is None:
             self._device = device_for(self.options.graphs, inputs)
         if self._device is None:
@@ -243,8 +243,7 @@ def _copy_graph(gm: fx.GraphModule, metadata: bool = True) -> fx.GraphModule:
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     output = graph.graph_copy(gm.graph, copied, return_output_node=True)
-    assert output is not None
-    graph.output(output[0])
+    graph.output(cast(Any, output)[0])
     for old, new in copied.items():
         new.meta = dict(old.meta) if metadata else {}
     return fx.GraphModule(gm, graph)
@@ -266,102 +265,3 @@ def _is_static(node: fx.Node) -> bool:
 
 def _example(bound: BoundInput) -> torch.Tensor:
     return bound.resolve()
-
-
-def _symbol_sources(placeholders: list[fx.Node], analysis: Analysis) -> dict[Any, Callable[[Sequence[Any]], int]]:
-    """Per free symbol of the inputs, how to read its value off the flat arguments: found by symbol, not by position."""
-    sources: dict[Any, Callable[[Sequence[Any]], int]] = {}
-    for i, node in enumerate(placeholders):
-        value = analysis.values[node]
-        if isinstance(value, torch.SymInt) and value.node.expr.is_Symbol:
-            sources.setdefault(value.node.expr, lambda args, i=i: int(args[i]))
-    for i, node in enumerate(placeholders):
-        value = analysis.values[node]
-        if not isinstance(value, torch.Tensor):
-            continue
-        for dim, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                sources.setdefault(size.node.expr, lambda args, i=i, dim=dim: args[i].shape[dim])
-        for dim, size in enumerate(value.stride()):
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                sources.setdefault(size.node.expr, lambda args, i=i, dim=dim: args[i].stride(dim))
-        offset = value.storage_offset()
-        if isinstance(offset, torch.SymInt) and offset.node.expr.is_Symbol:
-            sources.setdefault(offset.node.expr, lambda args, i=i: args[i].storage_offset())
-    needed: set[Any] = set()
-    for node in placeholders:
-        needed |= symbols_of(analysis.values[node])
-    return {s: read for s, read in sources.items() if s in needed}
-
-
-def _row_symbol(placeholders: list[fx.Node], analysis: Analysis, moving: list[int]) -> Any:
-    """The symbol of the token dim: the first symbolic size of the first argument that has one."""
-    for i in moving:
-        for size in analysis.values[placeholders[i]].shape:
-            if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                return size.node.expr
-    return None
-
-
-def _row_reader(
-    rows: Any, sources: dict[Any, Callable[[Sequence[Any]], int]]
-) -> Callable[[Sequence[Any]], int] | None:
-    if rows is None:
-        return None
-    if isinstance(rows, int):
-        return lambda args: rows
-    expression = rows.node.expr
-    if expression in sources:
-        return sources[expression]
-    used = [s for s in sources if s in expression.free_symbols]
-    return lambda args: int(expression.subs({s: sources[s](args) for s in used}))
-
-
-def _program(
-    graph: fx.Graph,
-    segments: list[Segment],
-    distinct: list[Distinct | None],
-    analysis: Analysis,
-    placeholders: list[fx.Node],
-) -> Program:
-    number = {node: i for i, node in enumerate(placeholders)}
-    for segment in segments:
-        for node in segment.nodes if segment.kind == CUT else segment.outputs:
-            number[node] = len(number)
-    steps = [_step(segment, compiled, number) for segment, compiled in zip(segments, distinct, strict=True)]
-    output = next(n for n in reversed(graph.nodes) if n.op == "output")
-    outputs = fx.map_arg(tuple(output.args[0]), lambda n: Ref(number[n]))  # type: ignore[arg-type]
-    known = set().union(*(symbols_of(analysis.values[n]) for n in placeholders), set())
-    dynamic = frozenset(i for n, i in number.items() if symbols_of(analysis.values.get(n)) - known)
-    return Program(steps, len(placeholders), len(number), tuple(outputs), dynamic)
-
-
-def _step(segment: Segment, compiled: Distinct | None, number: dict[fx.Node, int]) -> Step:
-    if segment.kind != CUT:
-        assert compiled is not None
-        refs = tuple(Ref(number[n]) for n in segment.inputs)
-        outputs = tuple((number[n], (i,)) for i, n in enumerate(segment.outputs))
-        name = f"{len(segment.ops)} ops from {segment.ops[0]}"
-        return Step(segment.kind, compiled.run, refs, {}, outputs, name, segment.source)
-    node = segment.nodes[0]
-    overload = overload_of(node)
-    op = op_of(overload)
-    paths: dict[fx.Node, tuple[int, ...]] = {node: ()}
-    for item in segment.nodes[1:]:
-        paths[item] = (*paths[item.args[0]], item.args[1])  # type: ignore[index,dict-item]
-    live = {n: p for n, p in paths.items() if _is_value(n)}
-    return Step(
-        CUT,
-        op.body if op is not None else overload,
-        fx.map_arg(node.args, lambda n: Ref(number[n])),
-        fx.map_arg(dict(node.kwargs), lambda n: Ref(number[n])),
-        tuple((number[n], p) for n, p in live.items() if n.users),
-        segment.why,
-        source_line(node),
-        op.short_body if op is not None else None,
-    )
-
-
-def _is_value(node: fx.Node) -> bool:
-    example = node.meta.get("example_value")
-    return example is not None and not isinstance(example, (tuple, list))

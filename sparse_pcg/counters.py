@@ -51,7 +51,9 @@ class Stats:
         """
         unknown = set(deltas) - {f.name for f in dataclasses.fields(self)}
         if unknown:
-            raise ValueError(f"expect: no counter {sorted(unknown)}, there are {[f.name for f in dataclasses.fields(self)]}")
+            raise ValueError(
+                f"expect: no counter {sorted(unknown)}, there are {[f.name for f in dataclasses.fields(self)]}"
+            )
         before = stats()
         yield
         after = stats()

@@ -78,7 +78,11 @@ class _Part:
 
 def read_prompt(path: Path | None) -> bytes:
     """The text to serve, as bytes (the tokens). Raises ValueError for a text that is too short for the demo."""
-    text = path.read_bytes() if path is not None else resources.files("sparse_pcg").joinpath("data/prompt.txt").read_bytes()
+    text = (
+        path.read_bytes()
+        if path is not None
+        else resources.files("sparse_pcg").joinpath("data/prompt.txt").read_bytes()
+    )
     if len(text) < _LEAST_TEXT:
         raise ValueError(f"prompt: the demo needs at least {_LEAST_TEXT} bytes of text, got {len(text)}")
     return text
@@ -88,7 +92,7 @@ _LEAST_TEXT = 512
 
 
 def pick_device(name: str) -> torch.device:
-    """"auto" is CUDA where there is one. Raises ValueError for a device that is not there."""
+    """ "auto" is CUDA where there is one. Raises ValueError for a device that is not there."""
     if name not in ("auto", "cpu", "cuda"):
         raise ValueError(f"device: must be 'auto', 'cpu' or 'cuda', got {name!r}")
     if name == "cuda" and not torch.cuda.is_available():
@@ -201,7 +205,7 @@ def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _launches(runner: PrefillRunner, output: PrefillOutput) -> tuple[int, int]:
-    """Launches saved, and cuts: the kernels that the captured pieces would launch one by one, less the graph launches."""
+    """Launches saved (kernels of the captured pieces, launched one by one, less the graph launches), and cuts."""
     plan = runner.plan_of(output)
     if plan is None:
         return 0, 0

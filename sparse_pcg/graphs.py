@@ -10,7 +10,7 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -27,7 +27,9 @@ class GraphDevice(Protocol):
         """Around the captures of one bucket."""
         ...
 
-    def capture(self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool) -> tuple[Callable[[], Any], list[Any]]:
+    def capture(
+        self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
+    ) -> tuple[Callable[[], Any], list[Any]]:
         """Capture ``fn(*args)``, with its effect taking place exactly once.
 
         Returns what replays it, and its outputs, at the addresses that each replay writes.
@@ -61,7 +63,9 @@ class EmulatedDevice:
         pool.begin_bucket()
         yield
 
-    def capture(self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool) -> tuple[Callable[[], Any], list[Any]]:
+    def capture(
+        self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
+    ) -> tuple[Callable[[], Any], list[Any]]:
         """Run once and keep the outputs' addresses."""
         graph = EmulatedGraph(fn, args, pool)
         return graph.replay, graph.outputs.tensors
@@ -70,7 +74,7 @@ class EmulatedDevice:
 class CudaDevice:
     """CUDA graphs: one stream, one pool, capture calls without device-wide syncs."""
 
-    _streams: dict[int, torch.cuda.Stream] = {}
+    _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
@@ -104,7 +108,9 @@ class CudaDevice:
             if was_enabled:
                 gc.enable()
 
-    def capture(self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool) -> tuple[Callable[[], Any], list[Any]]:
+    def capture(
+        self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
+    ) -> tuple[Callable[[], Any], list[Any]]:
         """Record ``fn(*args)`` and launch the recording once, since recording itself runs nothing."""
         graph = torch.cuda.CUDAGraph()
         graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")

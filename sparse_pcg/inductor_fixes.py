@@ -235,8 +235,7 @@ def _patches() -> dict[str, tuple[Patch, ...]]:
             Patch(inductor_compile_fx, "joint_graph_passes", ("graph",), _repair_noops),
             Patch(post_grad, "remove_noop_ops", ("graph",), _repair_noops),
         ),
-        "self_copy": (Patch(inductor_compile_fx, "post_grad_passes", ("gm", "is_inference"),
-        _repair_self_copies),),
+        "self_copy": (Patch(inductor_compile_fx, "post_grad_passes", ("gm", "is_inference"), _repair_self_copies),),
     }
 
 

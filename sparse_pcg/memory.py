@@ -21,7 +21,7 @@ def storage_ptr(tensor: torch.Tensor) -> int:
     return storage.data_ptr() if storage.nbytes() else 0
 
 
-def span(itemsize: int, offset: int, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
+def span(itemsize: int, offset: Any, sizes: Sequence[int], strides: Sequence[int]) -> tuple[int, int]:
     """First byte and one past the last byte of a view of a storage."""
     start = offset * itemsize
     if 0 in sizes:
@@ -189,7 +189,7 @@ class StableOutputs:
         return pattern
 
     def copy_from(self, outputs: Sequence[Any]) -> None:
-        """Copy a new run's outputs to the fixed addresses. Raises RuntimeError when they alias otherwise than before."""
+        """Copy a new run's outputs to the fixed addresses. Raises RuntimeError if they alias otherwise."""
         pattern = self._pattern(outputs)
         if pattern != self.pattern:
             raise RuntimeError(f"outputs alias otherwise than at capture: {pattern}, at capture {self.pattern}")

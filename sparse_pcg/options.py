@@ -59,20 +59,24 @@ class Options:
         for name in ("short_graphs", "static_outputs", "strict", "debug_checks"):
             if not isinstance(getattr(self, name), bool):
                 _refuse(name, getattr(self, name), "True or False")
-        if not isinstance(self.workspace_bytes, int) or isinstance(self.workspace_bytes, bool) or self.workspace_bytes <= 0:
+        if (
+            not isinstance(self.workspace_bytes, int)
+            or isinstance(self.workspace_bytes, bool)
+            or self.workspace_bytes <= 0
+        ):
             _refuse("workspace_bytes", self.workspace_bytes, "a positive int (bytes)")
 
     @classmethod
     def of(cls, given: Mapping[str, Any] | Options | None) -> Options:
         """Options from a mapping. Raises OptionError (a ValueError) naming option, value and what is accepted."""
-        if isinstance(given, cls):
+        if isinstance(given, Options):
             return given
-        given = dict(given or {})
+        named: dict[str, Any] = dict(given or {})
         known = [f.name for f in dataclasses.fields(cls)]
-        for name, value in given.items():
+        for name, value in named.items():
             if name not in known:
                 raise OptionError(f"unknown option {name!r} (given {value!r}); accepted options: {', '.join(known)}")
-        return cls(**given)
+        return cls(**named)
 
     def to_dict(self) -> dict[str, Any]:
         """As ``torch.compile(options=...)`` takes them."""

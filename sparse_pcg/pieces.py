@@ -32,7 +32,11 @@ class Distinct:
 
 
 def compile_pieces(
-    segments: list[Segment], analysis: Analysis, real_storage: dict[int, int], alignment: dict[fx.Node, int], compiler: str
+    segments: list[Segment],
+    analysis: Analysis,
+    real_storage: dict[int, int],
+    alignment: dict[fx.Node, int],
+    compiler: str,
 ) -> list[Distinct | None]:
     """Per segment its compiled form; None for a cut. Host and live segments run as PyTorch runs them."""
     found: dict[str, Distinct] = {}
@@ -65,7 +69,9 @@ def _own_storage(segment: Segment, analysis: Analysis, real_storage: dict[int, i
     the shared storage the view lies, although nothing of the piece depends on it.
     """
     groups = alias_groups(segment.inputs, analysis, real_storage)
-    storages = [storage_of(v) if isinstance(v := analysis.values.get(n), torch.Tensor) else None for n in segment.inputs]
+    storages = [
+        storage_of(v) if isinstance(v := analysis.values.get(n), torch.Tensor) else None for n in segment.inputs
+    ]
     examples: list[Any] = []
     assert segment.module is not None
     placeholders = [n for n in segment.module.graph.nodes if n.op == "placeholder"]
@@ -82,8 +88,9 @@ def _compile(segment: Segment, compiler: str, examples: list[Any]) -> Callable[.
     assert segment.module is not None
     if compiler == "eager":
         return segment.module.forward
-    from .inductor_fixes import compile_piece
+    from .inductor_fixes import compile_piece, ensure_supported
 
+    ensure_supported()
     try:
         return compile_piece(segment.module, examples)
     except Exception as error:
@@ -91,9 +98,7 @@ def _compile(segment: Segment, compiler: str, examples: list[Any]) -> Callable[.
         raise
 
 
-def piece_key(
-    segment: Segment, analysis: Analysis, real_storage: dict[int, int], alignment: dict[fx.Node, int]
-) -> str:
+def piece_key(segment: Segment, analysis: Analysis, real_storage: dict[int, int], alignment: dict[fx.Node, int]) -> str:
     """A hash of all that the compiled code depends on.
 
     Names and symbols are numbered by first use. The storage offset of an input counts only where the input shares its
@@ -107,7 +112,7 @@ def piece_key(
     parts: list[str] = []
     for node, group in zip(segment.inputs, groups, strict=True):
         value = analysis.values.get(node)
-        if group in shared:
+        if group in shared and isinstance(value, torch.Tensor):
             parts.append(f"alias{group}+{_canonical(value.storage_offset(), symbols)}")
         if isinstance(value, torch.Tensor):
             parts.append(f"align{alignment.get(node, 0)}")
@@ -115,7 +120,9 @@ def piece_key(
         numbers[node] = len(numbers)
         args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{numbers[n]}")
         target = "" if node.op in ("placeholder", "output") else _target(node, segment.module)
-        parts.append(f"{node.op} {target} {_literals(args, symbols)} {_describe(node.meta.get('example_value'), symbols)}")
+        parts.append(
+            f"{node.op} {target} {_literals(args, symbols)} {_describe(node.meta.get('example_value'), symbols)}"
+        )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

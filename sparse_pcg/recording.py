@@ -134,6 +134,7 @@ class _CudaRecorder(_Recorder):
     """Real graphs: each piece is captured, then launched once."""
 
     _graph: Any = None
+    _launched = False
     _held: list[Any]
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -62,7 +62,8 @@ class Report:
             "cuts:",
         ]
         lines += [
-            f"  {i:3} {c.op}{f' (of {c.composite})' if c.composite else ''}  {c.source}" for i, c in enumerate(self.cuts)
+            f"  {i:3} {c.op}{f' (of {c.composite})' if c.composite else ''}  {c.source}"
+            for i, c in enumerate(self.cuts)
         ] or ["  none"]
         lines += ["", "pieces:"]
         for i, piece in enumerate(self.pieces):
@@ -70,10 +71,16 @@ class Report:
             lines.append(f"  {i:3} {number:>5} {_count(len(piece.ops), 'op')}: {_shorten(piece.ops)}  {piece.source}")
             if piece.why and piece.kind == LIVE:
                 lines.append(f"            not captured: {piece.why}")
-        lines += ["", f"static inputs: {len(self.static_inputs)}, copied inputs: {', '.join(self.copied_inputs) or 'none'}"]
+        lines += [
+            "",
+            f"static inputs: {len(self.static_inputs)}, copied inputs: {', '.join(self.copied_inputs) or 'none'}",
+        ]
         if self.buckets:
             lines += ["", "buckets:"]
-            lines += [f"  {b['size']:>6} rows  {'+'.join(b['variants']) or 'uncaptured'}  {b['bytes']} bytes" for b in self.buckets]
+            lines += [
+                f"  {b['size']:>6} rows  {'+'.join(b['variants']) or 'uncaptured'}  {b['bytes']} bytes"
+                for b in self.buckets
+            ]
         lines += ["", f"fallbacks: {self.fallbacks or 'none'}"]
         return "\n".join(lines)
 

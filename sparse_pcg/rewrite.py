@@ -10,7 +10,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import fx
@@ -50,6 +51,11 @@ def overload_of(node: fx.Node) -> Any:
     return None
 
 
+def map_nodes(tree: Any, fn: Callable[[fx.Node], Any]) -> Any:
+    """``tree`` (arguments of a node) with every node replaced by ``fn`` of it, which may be anything."""
+    return fx.map_arg(tree, cast(Any, fn))
+
+
 def cut_overloads(names: Iterable[str]) -> frozenset[Any]:
     """The overloads named by ``Options.cut_ops``. Raises OptionError for a name of no registered op."""
     found = set()
@@ -60,7 +66,9 @@ def cut_overloads(names: Iterable[str]) -> frozenset[Any]:
         overloads = [] if packet is None else packet.overloads()
         chosen = parts[2:] or overloads
         if not chosen or any(o not in overloads for o in chosen):
-            raise OptionError(f"option 'cut_ops': got {name!r}, accepted: a registered op as 'ns::op', 'ns.op' or 'ns.op.overload'")
+            raise OptionError(
+                f"option 'cut_ops': got {name!r}, accepted: a registered op as 'ns::op', 'ns.op' or 'ns.op.overload'"
+            )
         found |= {getattr(packet, o) for o in chosen}
     return frozenset(found)
 
@@ -116,7 +124,11 @@ def _constants_to_inputs(gm: fx.GraphModule, fake_mode: FakeTensorMode, bound: l
         replacement = _append_placeholder(gm.graph, name, fake)
         node.replace_all_uses_with(replacement)
         gm.graph.erase_node(node)
-        bound.append(BoundInput(name, lambda value=value: value, None, True))
+        bound.append(BoundInput(name, partial(_itself, value), None, True))
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value
 
 
 def _sizes_to_symbols(graph: fx.Graph) -> None:
@@ -132,9 +144,9 @@ def _sizes_to_symbols(graph: fx.Graph) -> None:
             dims = tuple(_dim(graph, source, d, example) for d in range(example.dim()))
         for user in list(node.users):
             if user.op == "call_function" and user.target is operator.getitem:
-                user.replace_all_uses_with(dims[user.args[1]]) if isinstance(dims[user.args[1]], fx.Node) else _inline(
-                    user, dims[user.args[1]]
-                )
+                size = dims[user.args[1]]  # type: ignore[index]
+                for reader in list(user.users):
+                    _inline(user, size, reader)
                 graph.erase_node(user)
             else:
                 _inline(node, dims, user)
@@ -150,17 +162,18 @@ def _dim(graph: fx.Graph, source: fx.Node, dim: int, example: torch.Tensor) -> A
     return node
 
 
-def _inline(node: fx.Node, value: Any, only: fx.Node | None = None) -> None:
-    """Replace uses of ``node`` by a literal (or a tuple of nodes and literals)."""
-    for user in [only] if only is not None else list(node.users):
-        user.args = fx.map_arg(user.args, lambda n: value if n is node else n)
-        user.kwargs = fx.map_arg(user.kwargs, lambda n: value if n is node else n)
+def _inline(node: fx.Node, value: Any, user: fx.Node) -> None:
+    """In ``user``, replace ``node`` by a node, a literal, or a tuple of these."""
+    user.args = map_nodes(user.args, lambda n: value if n is node else n)
+    user.kwargs = map_nodes(user.kwargs, lambda n: value if n is node else n)
 
 
 class _GraphBind:
     """``bind`` for decompositions, on FX proxies: each tensor of the context becomes an input of the graph, once."""
 
-    def __init__(self, graph: fx.Graph, tracer: fx.proxy.TracerBase, fake_mode: FakeTensorMode, bound: list[BoundInput]):
+    def __init__(
+        self, graph: fx.Graph, tracer: fx.proxy.TracerBase, fake_mode: FakeTensorMode, bound: list[BoundInput]
+    ):
         self.graph, self.tracer, self.fake_mode, self.bound = graph, tracer, fake_mode, bound
         self.seen: dict[tuple[Any, ...], fx.Node] = {}
 
@@ -171,10 +184,9 @@ class _GraphBind:
         key = (name, layer_id, str(rows))
         if key not in self.seen:
             real = context.tensor(name, layer_id)
-            with self.fake_mode:
-                if rows is None:
-                    fake = self.fake_mode.from_tensor(real, static_shapes=True)
-                else:
+            fake: torch.Tensor = self.fake_mode.from_tensor(real, static_shapes=True)
+            if rows is not None:
+                with self.fake_mode:
                     fake = torch.empty((rows, *real.shape[1:]), dtype=real.dtype, device=real.device)
             label = f"bound_{name}" + ("" if layer_id is None else f"_{layer_id}")
             self.seen[key] = _append_placeholder(self.graph, label, fake)
@@ -191,13 +203,13 @@ class _GraphBind:
 def _from_context(name: str, layer_id: int | None) -> torch.Tensor:
     context = current_context()
     if context is None:
-        raise RuntimeError(f"{name}: no forward context is current in this thread; run the model under use_context(...)")
+        raise RuntimeError(
+            f"{name}: no forward context is current in this thread; run the model under use_context(...)"
+        )
     return context.tensor(name, layer_id)
 
 
-def _decompose(
-    graph: fx.Graph, fake_mode: FakeTensorMode, bound: list[BoundInput], whole: Mapping[str, str]
-) -> None:
+def _decompose(graph: fx.Graph, fake_mode: FakeTensorMode, bound: list[BoundInput], whole: Mapping[str, str]) -> None:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     bind = _GraphBind(graph, tracer, fake_mode, bound)
     progress = True
@@ -225,8 +237,8 @@ def _expand(
 ) -> None:
     before = set(graph.nodes)
     with graph.inserting_before(node):
-        args = fx.map_arg(node.args, lambda n: fx.Proxy(n, tracer))
-        kwargs = fx.map_arg(node.kwargs, lambda n: fx.Proxy(n, tracer))
+        args = map_nodes(node.args, lambda n: fx.Proxy(n, tracer))
+        kwargs = map_nodes(node.kwargs, lambda n: fx.Proxy(n, tracer))
         result = decompose(bind, *args, **kwargs)
     for fresh in graph.nodes:
         if fresh in before or fresh.op == "placeholder":

@@ -31,7 +31,8 @@ MODES = ("replay", "uncaptured", "eager")
 class KV(Protocol):
     """What a runner needs of the KV pools."""
 
-    num_pages: int
+    @property
+    def num_pages(self) -> int: ...
 
     def request(self) -> Any: ...
 
@@ -194,31 +195,40 @@ class PrefillRunner:
 
     def _plan(self, bucket: int | None, host: HostBatch, batch: Batch) -> Plan | None:
         """The plan for this batch; None, with the reason counted, where there is none."""
-        if batch.input_embeds is not None:
-            return self._leave("multimodal", "a batch with input_embeds runs uncaptured")
-        if bucket is None:
-            return self._leave("size", f"no bucket for {host.rows} rows in {self.sizes[0]}..{self.sizes[-1]}")
-        if bucket not in self._buckets:
-            return self._leave("size", f"bucket {bucket} was not captured; call capture() first")
-        if self.options.debug_checks and self._static_addresses() != self._addresses:
-            return self._leave("moved_static", "weights or caches moved after capture; call refresh()")
+        refusal = self._refusal(bucket, host, batch)
+        if refusal is not None or bucket is None:
+            self._leave(*(refusal or ("size", "no bucket")))
+            return None
         plans = self._buckets[bucket].plans
-        if host.max_kv_len <= self.index_topk and "short" in plans:
-            return plans["short"]
-        if "cut" not in plans:
-            return self._leave("capture_failed", f"bucket {bucket} has no graph")
         if self.options.debug_checks:
             self._buckets[bucket].graph.poison()
-        return plans["cut"]
+        return plans["short"] if self._is_short(host) and "short" in plans else plans["cut"]
+
+    def _is_short(self, host: HostBatch) -> bool:
+        """Whether every row selects all it sees: a matter of kv lengths, never of how many rows there are."""
+        return host.max_kv_len <= self.index_topk
+
+    def _refusal(self, bucket: int | None, host: HostBatch, batch: Batch) -> tuple[str, str] | None:
+        """Why no captured graph serves this batch: the reason it is counted under, and a sentence."""
+        if batch.input_embeds is not None:
+            return "multimodal", "a batch with input_embeds runs uncaptured"
+        if bucket is None:
+            return "size", f"no bucket for {host.rows} rows in {self.sizes[0]}..{self.sizes[-1]}"
+        if bucket not in self._buckets:
+            return "size", f"bucket {bucket} was not captured; call capture() first"
+        plans = self._buckets[bucket].plans
+        if "cut" not in plans and not ("short" in plans and self._is_short(host)):
+            return "capture_failed", f"bucket {bucket} has no graph"
+        if self.options.debug_checks and self._static_addresses() != self._addresses:
+            return "moved_static", "weights or caches moved after capture; call refresh()"
+        return None
 
     def _leave(self, reason: str, detail: str) -> None:
         if session.frozen() and self.options.strict:
             raise FrozenError(f"after freeze(), with strict=True: {detail} ({reason})")
         count_fallback(reason, detail)
 
-    def _uncaptured(
-        self, metadata: BatchMetadata, host: HostBatch, bucket: int | None, batch: Batch
-    ) -> torch.Tensor:
+    def _uncaptured(self, metadata: BatchMetadata, host: HostBatch, bucket: int | None, batch: Batch) -> torch.Tensor:
         """The compiled pieces without graphs: over the bucket's rows, or over the batch's own where none fits."""
         known = self._buckets.get(bucket) if bucket is not None else None
         if known is not None:
@@ -230,7 +240,7 @@ class PrefillRunner:
             return self._compiled(**self._row_arguments(metadata, rows, mark=True))
 
     def verify(self) -> Verification:
-        """Replay every captured graph on batches of its own against uncaptured and eager; takes free pages meanwhile."""
+        """Replay every captured graph against uncaptured and eager, on batches of its own in free pages."""
         return verify(self)
 
     # Addresses.

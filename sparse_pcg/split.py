@@ -166,7 +166,11 @@ def _copy(graph: fx.Graph, node: fx.Node, environment: dict[fx.Node, fx.Node]) -
 
 def _light_meta(node: fx.Node) -> dict[str, Any]:
     """Only what compiling needs: Dynamo's other metadata keeps model and arguments alive."""
-    return {k: v for k, v in node.meta.items() if k in ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack")}
+    return {
+        k: v
+        for k, v in node.meta.items()
+        if k in ("example_value", "stack_trace", "nn_module_stack", "source_fn_stack")
+    }
 
 
 def _attributes(gm: fx.GraphModule, segment: Segment) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from .memory import byte_span, overlaps, storage_ptr, view_bytes, view_like
 
 
 class Buffers:
-    """Backing memory of the copied arguments: one per argument slot, shared by all buckets (each call fills it anew)."""
+    """Backing memory of the copied arguments: one per argument, shared by all buckets (each call fills it)."""
 
     def __init__(self) -> None:
         self._backing: dict[int, torch.Tensor] = {}
@@ -54,7 +54,9 @@ class StaticInputs:
             for i, tensor in zip(members, group.tensors, strict=True):
                 self.tensors[i] = tensor
         self._group_of = {storage_ptr(g.backing): g for g in self._groups}
-        self._fixed = {storage_ptr(t) for i, t in enumerate(args) if isinstance(t, torch.Tensor) and i not in set(moving)}
+        self._fixed = {
+            storage_ptr(t) for i, t in enumerate(args) if isinstance(t, torch.Tensor) and i not in set(moving)
+        }
 
     def copy_in(self, args: Sequence[Any]) -> None:
         """Bring the caller's values to the fixed addresses."""

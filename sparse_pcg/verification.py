@@ -1,4 +1,4 @@
-"""Proof on the spot: every captured graph of a runner, replayed against the same pieces uncaptured and against eager."""
+"""Proof on the spot: every captured graph of a runner against the same pieces uncaptured, and against eager."""
 
 from __future__ import annotations
 
@@ -49,7 +49,9 @@ class Verification:
         lines = [f"{'bucket':>7} {'rows':>6} variant  bitwise  distance from eager"]
         for c in self.checks:
             words = "equal" if c.bitwise else "DIFFERS"
-            lines.append(f"{c.bucket:7} {c.rows:6} {c.variant:7}  {words:7}  {c.distance:.2e}{'' if c.close else ' TOO LARGE'}")
+            lines.append(
+                f"{c.bucket:7} {c.rows:6} {c.variant:7}  {words:7}  {c.distance:.2e}{'' if c.close else ' TOO LARGE'}"
+            )
         return "\n".join(lines)
 
 

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 
 from sparse_pcg.memory import Pool, StableOutputs, byte_span, overlaps
 
-SLICES = st.lists(st.tuples(st.integers(0, 11), st.integers(0, 4), st.integers(1, 3), st.booleans()), min_size=1, max_size=6)
+SLICES = st.lists(
+    st.tuples(st.integers(0, 11), st.integers(0, 4), st.integers(1, 3), st.booleans()), min_size=1, max_size=6
+)
 
 
 @given(SLICES)
@@ -67,7 +69,7 @@ def test_outputs_that_alias_otherwise_are_refused() -> None:
     stable = StableOutputs([x + 1, x + 2], [x], Pool(torch.device("cpu")))
     y = x + 1
     for outputs in ([y, y], [x, y], [y, torch.zeros(5)]):
-        with pytest.raises(RuntimeError, match="alias otherwise|changed"):
+        with pytest.raises(RuntimeError, match=r"alias otherwise|changed"):
             stable.copy_from(outputs)
 
 

@@ -75,7 +75,7 @@ def test_random_batches_with_prefixes_chunks_and_preemption(served: Any, steps: 
     runner, kv = served
     lanes = [kv.request() for _ in range(4)]
     for step, (parts, preempt) in enumerate(steps):
-        chosen = {lane: new for lane, new in parts}
+        chosen = dict(parts)
         batch = batch_of([(lanes[lane], new) for lane, new in chosen.items()], seed + step)
         compare(runner, kv, batch)
         if preempt:  # a request loses its pages (they are poisoned) and others will be given them
@@ -283,7 +283,9 @@ class TestOwnRunner:
         report = sparse_pcg.explain(runner)
         indexed = [i for i in range(CONFIG.num_layers) if CONFIG.has_indexer(i)]
         assert len(report.cuts) == len(indexed)
-        assert all("indexer_topk" in c.op and "dsa.py:" in c.source and "indexer_prefill" in c.composite for c in report.cuts)
+        assert all(
+            "indexer_topk" in c.op and "dsa.py:" in c.source and "indexer_prefill" in c.composite for c in report.cuts
+        )
         stores = [p for p in report.pieces if "sparse_pcg::index_k_prepare_store" in p.ops]
         assert len(stores) == len(indexed) and all(p.kind == "piece" for p in stores)
         text = str(report)
