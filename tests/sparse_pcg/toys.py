@@ -115,4 +115,4 @@ def same(a: Any, b: Any) -> bool:
 
 
 def _bytes(t: torch.Tensor) -> torch.Tensor:
-    return t.detach().contiguous().view(-1).view(torch.uint8)
+    return t.detach().clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
