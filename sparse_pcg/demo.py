@@ -5,7 +5,8 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -102,11 +103,26 @@ def pick_device(name: str) -> torch.device:
 
 def run_demo(text: bytes, compiler: str, device: torch.device, progress: bool = True) -> Result:
     """Serve ``text`` and compare the modes; see ``Row``."""
+    with _one_thread():
+        return _run(text, compiler, device, progress)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A model this small gains nothing from threads, and threads that wait for one another cost a busy machine much."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Result:
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = preset("tiny")
     model = DSAModel(config, dtype=dtype, device=device, seed=0)
-    indexed = [i for i in range(config.num_layers) if config.has_indexer(i)]
-    kv = PagedKV(config.num_layers, 64, index_layers=indexed, dtype=dtype, device=device)
+    kv = PagedKV(config.num_layers, 64, index_layers=config.index_layers, dtype=dtype, device=device)
     runner = PrefillRunner(model, kv, Options(capture_sizes=BUCKETS, compiler=compiler))
     start = time.perf_counter()
     runner.capture(progress=progress)

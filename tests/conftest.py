@@ -17,7 +17,8 @@ if not torch.cuda.is_available():
 
     repair()
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# Workers side by side have a core each; threads that wait for one another would take it from the others.
+torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(2, os.cpu_count() or 1))
 
 _CI = bool(os.environ.get("CI"))
 hypothesis.settings.register_profile("default", deadline=None, max_examples=12, derandomize=_CI)
