@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,14 +71,17 @@ class CompiledModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         bound = self._signature.bind(*args, **kwargs).arguments
-        for name, value in bound.items():
-            if not isinstance(value, torch.Tensor):
+        first: tuple[torch.Tensor, int] | None = None
+        for name in self._dims or bound:
+            value = bound.get(name)
+            dim = 0 if self._dims is None else self._dims[name]
+            if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 continue
-            dim = 0 if self._dims is None else self._dims.get(name)
-            if dim is None or value.dim() == 0 or value.shape[dim] < 2:
-                continue  # Dynamo makes sizes 0 and 1 graphs of their own
-            torch._dynamo.maybe_mark_dynamic(value, dim)
-        with torch.no_grad():
+            first = first or (value, dim)
+            if value.shape[dim] >= 2:  # Dynamo makes sizes 0 and 1 graphs of their own
+                torch._dynamo.maybe_mark_dynamic(value, dim)
+        counting = nullcontext() if first is None else session.counting_tokens(*first)
+        with torch.no_grad(), counting:
             return self.compiled(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -77,7 +77,9 @@ class CompiledGraph:
         # Kernels of the captured pieces as the model launches them one by one (a compiler may fuse some).
         self.kernel_count = sum(analysis.facts[n].kernels for s in self.segments if s.kind == PIECE for n in s.nodes)
         self._symbols = symbol_sources(placeholders, analysis)
-        self._row_symbol = row_symbol(placeholders, analysis, self.moving)
+        tokens, token_dim = session.tokens() or (None, 0)
+        declared = next(((i, token_dim) for i in self.moving if given[i] is tokens), None)
+        self._row_symbol = row_symbol(placeholders, analysis, self.moving, declared)
         self._rows_of_bound = [row_reader(b.rows, self._symbols) for b in self.bound]
         self._static_storages = {storage_ptr(given[i]) for i in self.static}
         self._aliasing = self._alias_pattern(given)

@@ -17,6 +17,7 @@ class _State:
 
 class _Local(threading.local):
     watcher: Watcher | None = None
+    tokens: tuple[Any, int] | None = None
 
 
 _state, _local = _State(), _Local()
@@ -47,3 +48,19 @@ def watching(callback: Watcher) -> Iterator[None]:
         yield
     finally:
         _local.watcher = before
+
+
+def tokens() -> tuple[Any, int] | None:
+    """The argument, and the dim of it, that counts token rows in the call that this thread makes; None: not known."""
+    return _local.tokens
+
+
+@contextmanager
+def counting_tokens(tensor: Any, dim: int) -> Iterator[None]:
+    """Inside the block, what is compiled in this thread takes dim ``dim`` of ``tensor`` for the token dim."""
+    before = _local.tokens
+    _local.tokens = (tensor, dim)
+    try:
+        yield
+    finally:
+        _local.tokens = before

@@ -58,8 +58,16 @@ def symbol_sources(placeholders: list[fx.Node], analysis: Analysis) -> dict[Any,
     return {s: read for s, read in sources.items() if s in needed}
 
 
-def row_symbol(placeholders: list[fx.Node], analysis: Analysis, moving: list[int]) -> Any:
-    """The symbol of the token dim: the first symbolic size of the first argument that has one."""
+def row_symbol(
+    placeholders: list[fx.Node], analysis: Analysis, moving: list[int], declared: tuple[int, int] | None
+) -> Any:
+    """The symbol of the token dim: the first symbolic size of the first argument that has one.
+
+    declared: position and dim of the argument that counts tokens, where the caller said so; None if its size is fixed.
+    """
+    if declared is not None:
+        size = analysis.values[placeholders[declared[0]]].shape[declared[1]]
+        return size.node.expr if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else None
     for i in moving:
         for size in analysis.values[placeholders[i]].shape:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
