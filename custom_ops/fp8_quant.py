@@ -72,7 +72,8 @@ def _check(x: torch.Tensor, block_size: int = 128, round_scale: bool = False) ->
 
 def e4m3_scale_reference(amax: torch.Tensor, round_scale: bool) -> torch.Tensor:
     """float32 scale of blocks whose largest magnitudes are ``amax`` (float32, any shape)."""
-    scale = amax.clamp(min=AMAX_FLOOR) / E4M3_MAX
+    # A tensor as the divisor: CUDA multiplies by the rounded inverse of a scalar, which is not the same.
+    scale = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, E4M3_MAX)
     if round_scale:
         rounded = ((scale.view(torch.int32) + 0x7FFFFF) & -0x800000).view(torch.float32)
         scale = torch.where(scale.isnan(), scale, rounded)

@@ -66,7 +66,7 @@ class CompiledModule:
             if name not in self._signature.parameters:
                 raise ValueError(f"dynamic_dims: no parameter {name!r}, there are {list(self._signature.parameters)}")
         self.compiled: Callable[..., Any] = torch.compile(
-            module, backend="sparse_pcg", fullgraph=True, options=options.to_dict()
+            module, backend=sparse_pcg, fullgraph=True, options=options.to_dict()
         )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -101,6 +101,7 @@ class CudaDevice:
         self.stream.wait_stream(current)
         try:
             with torch.cuda.stream(self.stream):
+                torch.cuda.current_blas_handle()  # made lazily, per stream; making it inside a capture would break that
                 yield
         finally:
             current.wait_stream(self.stream)

@@ -16,6 +16,7 @@ from custom_ops._register import debug_checks
 from custom_ops.batch_metadata import ROW_BUFFERS, BatchMetadata, ForwardContext, use_context
 
 from . import session
+from .backend import sparse_pcg
 from .batch import Batch, HostBatch, check_batch, dummy, fill
 from .buckets import bucket_for
 from .compiled_graph import CompiledGraph
@@ -97,7 +98,7 @@ class PrefillRunner:
         self._addresses: dict[str, int] = {}
         self._lock = threading.RLock()
         session.RESETTABLE.add(self)
-        self._compiled = torch.compile(model, backend="sparse_pcg", fullgraph=True, options=self.options.to_dict())
+        self._compiled = torch.compile(model, backend=sparse_pcg, fullgraph=True, options=self.options.to_dict())
 
     # Capture.
 

@@ -214,8 +214,13 @@ def test_wrong_arguments() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 3])
 def test_opcheck(rows: int) -> None:
-    opcheck("mqa_logits", ragged(rows, 4, 66, 1))
-    opcheck("paged_mqa_logits", paged(rows, 4, 1))
+    # Every column in range: what lies outside is undefined, and need not be the same twice.
+    whole = ragged(rows, 4, 66, 1)
+    whole["k_fp8"], whole["k_scale"] = exact((66, 128), 2).to(E4M3), torch.exp2(exact((66,), 3))
+    whole["starts"].zero_()
+    whole["ends"].fill_(66)
+    opcheck("mqa_logits", whole)
+    opcheck("paged_mqa_logits", paged(rows, 4, 1, lengths=(200,)))
 
 
 @pytest.mark.gpu

@@ -34,7 +34,7 @@ def fp8_mqa_logits(
     assert ks.dtype == ke.dtype == torch.int32 and not clean_logits
     full = test_mqa_logits.formula(q, kv[0], kv[1], weights).float()
     width = max_seqlen_k or full.shape[1]
-    out = torch.full((len(q), -(-(width + 256) // 256) * 256), torch.nan)
+    out = torch.full((len(q), -(-(width + 256) // 256) * 256), torch.nan, device=q.device)
     for row, (start, end) in enumerate(zip(ks.tolist(), ke.tolist(), strict=True)):
         at = 0 if max_seqlen_k else start
         out[row, at : at + end - start] = full[row, start:end]
