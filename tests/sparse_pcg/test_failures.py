@@ -31,7 +31,7 @@ def _fresh() -> Any:
     fresh()
 
 
-# padding
+# --- padding ---
 
 
 class Rowwise(nn.Module):
@@ -135,7 +135,7 @@ def test_stale_row_buffers_reach_nothing(runner: sparse_pcg.PrefillRunner, chunk
             torch.testing.assert_close(outputs["replay"].hidden, outputs["eager"].hidden, rtol=1e-3, atol=1e-4)
 
 
-# what the cut reads at run time
+# --- what the cut reads at run time ---
 
 
 @given(st.lists(st.tuples(st.sampled_from([3, 8, 8, 8, 16, 20]), st.integers(0, 9)), min_size=4, max_size=10))
@@ -182,7 +182,7 @@ def test_without_a_context_the_model_says_so() -> None:
                 fn(*args)
 
 
-# recompiles
+# --- recompiles ---
 
 
 CHANGES: dict[str, tuple[Callable[[int], tuple[Any, ...]], Callable[[int], tuple[Any, ...]]]] = {

@@ -26,7 +26,7 @@ def _fresh() -> Any:
     fresh()
 
 
-# addresses and aliases
+# --- addresses and aliases ---
 
 
 def returns_fresh(x: torch.Tensor, y: torch.Tensor) -> Any:
@@ -117,7 +117,7 @@ def test_an_attribute_that_comes_and_goes() -> None:
         agree(fn, model, lambda seed: (data(seed, 8, 3),), 3)
 
 
-# splitting
+# --- splitting ---
 
 
 def _cut(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ def test_an_error_leaves_nothing_behind(call: int) -> None:
         fn(x, None)
 
 
-# fake implementations
+# --- fake implementations ---
 
 FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "shape": (lambda x, y: x * 2, lambda x, y: torch.empty_like(x[:, 1:])),
