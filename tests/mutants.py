@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-COPIED = ("custom_ops", "tests", "setup.cfg", "pyproject.toml")
+COPIED = ("custom_ops", "sparse_pcg", "tests", "setup.cfg", "pyproject.toml")
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,10 @@ class Mutant:
 
 def _ops(file: str, old: str, new: str, test: str) -> Mutant:
     return Mutant(f"custom_ops/{file}", old, new, f"tests/custom_ops/{test}")
+
+
+def _backend(file: str, old: str, new: str, test: str) -> Mutant:
+    return Mutant(f"sparse_pcg/{file}", old, new, f"tests/sparse_pcg/{test}")
 
 
 MUTANTS = [
@@ -168,6 +172,77 @@ MUTANTS = [
     _ops("composites.py", "torch.bmm(attended.transpose(0, 1), w_vc)",
          "torch.bmm(attended.transpose(0, 1).flip(0), w_vc)",
          "test_composites.py::test_attention_is_unabsorbed_attention"),
+    # Backend. Padding: a tail that keeps what was there, small buckets captured first
+    _backend("batch.py", "metadata.input_ids[host.rows :].zero_()", "pass",
+             "test_failures.py::test_stale_row_buffers_reach_nothing"),
+    _backend("runner.py", "sorted(set(self.sizes) - set(self._buckets), reverse=True)",
+             "sorted(set(self.sizes) - set(self._buckets))",
+             "test_failures.py::test_stale_row_buffers_reach_nothing"),
+    # Metadata: a variant chosen by the row count, what a context held when the model was compiled
+    _backend("runner.py", "return host.max_kv_len <= self.index_topk", "return host.rows <= self.index_topk",
+             "test_runner.py::test_variant_follows_what_rows_see_not_how_many_there_are"),
+    _backend("rewrite.py", "BoundInput(label, lambda: _from_context(name, layer_id), rows",
+             "BoundInput(label, lambda: real, rows", "test_failures.py::test_without_a_context_the_model_says_so"),
+    # Keys and recompiles: another symbol, the token dim, a graph of one size, a trace after freeze(), autograd
+    _backend("compiled_graph.py", "for read in self._symbols.values())",
+             "for read in list(self._symbols.values())[:1])",
+             "test_backend.py::test_the_key_is_every_symbol_and_the_token_dim_is_found_by_symbol"),
+    _backend("compiled_graph.py", "list(self._symbols).index(self._row_symbol)", "0",
+             "test_failures.py::test_the_first_dynamic_dim_is_the_token_dim"),
+    _backend("compiled_graph.py", "if given[i] is tokens)", "if given[i] is self)",
+             "test_failures.py::test_the_first_dynamic_dim_is_the_token_dim"),
+    _backend("compiled_graph.py", "return not self._symbols", "return False",
+             "test_failures.py::test_few_rows_in_any_order"),
+    _backend("backend.py", "    if session.frozen():", "    if session.frozen() and False:",
+             "test_failures.py::test_another_kind_of_argument"),
+    _backend("plan.py", "if torch.is_grad_enabled():", "if False:",
+             "test_recording.py::test_weights_updated_in_place_are_seen"),
+    # Addresses: a moved tensor, an argument not written back, a result not copied, lost aliases
+    _backend("compiled_graph.py", "if entry.addresses == [inputs[i].data_ptr() for i in self.static]:", "if True:",
+             "test_failures_of_graphs.py::test_an_attribute_that_comes_and_goes"),
+    _backend("compiled_graph.py", "entry.inputs.copy_back(inputs)", "pass",
+             "test_failures_of_graphs.py::test_addresses_and_aliases"),
+    _backend("static_inputs.py", "copy = view_bytes(outputs[members[0]], start, stop).clone()",
+             "copy = view_bytes(outputs[members[0]], start, stop)",
+             "test_failures_of_graphs.py::test_addresses_and_aliases"),
+    _backend("static_inputs.py", "return view_like(args[self.members[0]], out, start)", "return out.clone()",
+             "test_failures_of_graphs.py::test_addresses_and_aliases"),
+    _backend("memory.py", "(pointer := storage_ptr(out)) in self._inputs:", "(pointer := storage_ptr(out)) in ():",
+             "test_memory.py::test_stable_outputs_keep_aliases_and_addresses"),
+    _backend("plan.py", "elif step.kind == CUT and not step.outputs and not moving:",
+             "elif step.kind == CUT and not moving:", "test_failures_of_graphs.py::test_pieces_and_cuts"),
+    _backend("plan.py", "last[leaf.index] = i", "last.setdefault(leaf.index, i)",
+             "test_failures_of_graphs.py::test_pieces_and_cuts"),
+    # Splitting: results of a cut in the next piece, an allocation as a graph, torch.Size across a cut, unknown sizes
+    _backend("split.py", "node.target is operator.getitem and node.args[0] in made_by:",
+             "node.target is operator.getitem and node.args[0] in ():",
+             "test_failures_of_graphs.py::test_pieces_and_cuts"),
+    _backend("split.py", "if all(f.kernels == 0 for f in facts):", "if not facts:",
+             "test_failures_of_graphs.py::test_pieces_and_cuts"),
+    _backend("rewrite.py", "    _sizes_to_symbols(gm.graph)", "    pass",
+             "test_backend.py::test_sizes_that_cross_a_cut"),
+    _backend("program.py", "if symbols_of(analysis.values.get(n)) - known)",
+             "if symbols_of(analysis.values.get(n)) - known and False)",
+             "test_failures_of_graphs.py::test_a_size_that_depends_on_the_data"),
+    # Sharing: what a key must hold, where a view of a pool lies
+    _backend("pieces.py", 'parts.append(f"alias{group}+{_canonical(value.storage_offset(), symbols)}")', "pass",
+             "test_piece_sharing.py::test_one_block_that_differs_is_compiled_apart_and_right"),
+    _backend("pieces.py", "(*value.shape, -1, *value.stride())", "value.shape",
+             "test_piece_sharing.py::test_one_block_that_differs_is_compiled_apart_and_right"),
+    _backend("pieces.py", 'return f"{type(value).__name__}:{value!r}"', "return type(value).__name__",
+             "test_piece_sharing.py::test_one_block_that_differs_is_compiled_apart_and_right"),
+    _backend("pieces.py", "groups.count(group) == 1 and storages.count(storage) > 1", "groups.count(group) == 0",
+             "test_piece_sharing.py::test_compiled_layers_of_one_pool_are_right"),
+    # record(): an empty graph, a size read from the device, results of a cut that move, writes lost
+    _backend("recording.py", "if launches(func) and (writes or", "if (writes or",
+             "test_recording.py::test_replays_equal_the_function_on_new_values"),
+    _backend("recording.py", "and not _by_numbers(func, args)", "and False",
+             "test_recording.py::test_a_read_on_the_host_names_the_op"),
+    _backend("recording.py", "result = pytree.tree_unflatten(stable.tensors, spec)", "pass",
+             "test_recording.py::test_replays_equal_the_function_on_new_values"),
+    # Fakes: a shape, a dtype
+    _ops("mqa_logits.py", "(q_fp8.shape[0], k_fp8.shape[0]), dtype", "(q_fp8.shape[0], k_fp8.shape[0] + 1), dtype",
+         "test_mqa_logits.py::test_opcheck"),
 ]  # fmt: skip
 
 

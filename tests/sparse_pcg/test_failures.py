@@ -104,7 +104,8 @@ def test_stale_row_buffers_reach_nothing(runner: sparse_pcg.PrefillRunner, chunk
     Chunks of several requests in one batch, so that of equal row counts some select all they see and some do not.
     """
     kv: Any = runner.kv
-    runner.capture(progress=False)  # does nothing if that is done: the fixture above drops it
+    runner.capture(progress=False)  # once: the fixture above drops what an earlier test captured
+    assert [c.bucket for c in runner.captured] == [16, 4]  # a small bucket fits where a big one was
     with kv.request() as victim, ExitStack() as stack:
         runner.forward(batch_of([(victim, 9)]))
         page = int(victim.pages[0])

@@ -32,9 +32,7 @@ def poison(plan: sparse_pcg.Plan) -> None:
     plan.owner._pool.poison()
 
 
-def check(
-    fn: Callable[..., Any], make: Callable[[int], tuple[torch.Tensor, ...]], replays: int = 3
-) -> sparse_pcg.Plan:
+def check(fn: Callable[..., Any], make: Callable[[int], tuple[torch.Tensor, ...]], replays: int = 3) -> sparse_pcg.Plan:
     """Record ``fn`` and replay it on new values: results and arguments equal those of ``fn``, bit for bit."""
     static, theirs = make(0), make(0)
     plan = sparse_pcg.record(fn, *static)
@@ -126,11 +124,7 @@ def test_replays_equal_the_function_on_new_values(case: str) -> None:
     assert (plan.captures, plan.cuts) == (pieces, cuts)
 
 
-@given(
-    st.lists(
-        st.sampled_from(["mix", "scale", "halves", "store", "relu", "slice", "add"]), min_size=1, max_size=8
-    )
-)
+@given(st.lists(st.sampled_from(["mix", "scale", "halves", "store", "relu", "slice", "add"]), min_size=1, max_size=8))
 def test_any_sequence_of_ops(names: list[str]) -> None:
     def fn(x: torch.Tensor, pool: torch.Tensor) -> Any:
         held = [x]
@@ -232,25 +226,26 @@ def test_recorded_under_inference_mode_and_replayed_outside() -> None:
         assert same(plan.outputs, [mixed(one(1) * 2)])
 
 
-class TestErrors:
-    @pytest.mark.parametrize(
-        ("fn", "op"),
-        [
-            (lambda x: x * x.sum().item(), "_local_scalar_dense"),
-            (lambda x: x if bool((x > 0).all()) else -x, "_local_scalar_dense"),
-            (lambda x: torch.nonzero(x), "nonzero"),
-            (lambda x: x[x > 0], "index"),
-            (lambda x: torch.masked_select(x, x > 0), "masked_select"),
-            (lambda x: torch.unique(x), "unique"),
-        ],
-        ids=["item", "bool", "nonzero", "mask", "masked_select", "unique"],
-    )
-    def test_a_read_on_the_host_names_the_op(self, fn: Callable[..., Any], op: str) -> None:
-        before = sparse_pcg.stats()
-        with pytest.raises(sparse_pcg.CaptureError, match=op):
-            sparse_pcg.record(fn, one(0))
-        assert sparse_pcg.stats() == before
+@pytest.mark.parametrize(
+    ("fn", "op"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x if bool((x > 0).all()) else -x, "_local_scalar_dense"),
+        (lambda x: torch.nonzero(x), "nonzero"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: torch.masked_select(x, x > 0), "masked_select"),
+        (lambda x: torch.unique(x), "unique"),
+    ],
+    ids=["item", "bool", "nonzero", "mask", "masked_select", "unique"],
+)
+def test_a_read_on_the_host_names_the_op(fn: Callable[..., Any], op: str) -> None:
+    before = sparse_pcg.stats()
+    with pytest.raises(sparse_pcg.CaptureError, match=op):
+        sparse_pcg.record(fn, one(0))
+    assert sparse_pcg.stats() == before
 
+
+class TestErrors:
     def test_indexing_by_numbers_is_no_read(self) -> None:
         check(lambda x: x[torch.tensor([2, 0])], lambda seed: (one(seed),))
 
