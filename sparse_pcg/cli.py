@@ -93,7 +93,7 @@ def _print(result: Result) -> None:
             f"{row.uncaptured_ms:.2f}",
             f"{row.replay_ms:.2f}",
             "equal" if row.bitwise else "DIFFERS",
-            f"{row.max_diff:.2e}" + ("" if row.within_tolerance else " (TOO LARGE)"),
+            f"{row.max_diff:.2e}" + ("" if row.close else " (TOO LARGE)"),
         )
     console.print(table)
     console.print(

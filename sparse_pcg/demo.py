@@ -20,17 +20,19 @@ from .kv import PagedKV, RequestPages, page_table
 from .models import DSAModel, preset
 from .options import Options
 from .runner import PrefillOutput, PrefillRunner
+from .verification import closeness
 
 BUCKETS = (16, 32, 64, 128, 256)
 REPEATS = 3
-# Largest difference from the model run eagerly on the unpadded rows, relative to the largest hidden state: a matrix
-# product over n rows and one over the padded bucket differ in the last bits.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
 
 
 @dataclass(frozen=True)
 class Row:
-    """One request of the demo. Times in milliseconds, medians. launches_saved: see ``launches_saved``."""
+    """One request of the demo. Times in milliseconds, medians.
+
+    launches_saved: kernels of the captured pieces, launched one by one, less the graph launches. max_diff: largest
+    difference of a hidden state from the eager model's; close: see ``verification.closeness``.
+    """
 
     request: str
     rows: int
@@ -43,7 +45,7 @@ class Row:
     replay_ms: float
     bitwise: bool
     max_diff: float
-    within_tolerance: bool
+    close: bool
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ class Result:
 
     @property
     def ok(self) -> bool:
-        """Whether every replay was bitwise equal to uncaptured and within tolerance of eager."""
-        return all(row.bitwise and row.within_tolerance and row.variant for row in self.rows)
+        """Whether every request was replayed, bitwise equal to uncaptured, and close to eager."""
+        return all(row.bitwise and row.close and row.variant for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -119,7 +121,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Result:
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = torch.float32  # in bfloat16 a last bit tips a choice of experts now and then, and hides what is compared
     config = preset("tiny")
     model = DSAModel(config, dtype=dtype, device=device, seed=0)
     kv = PagedKV(config.num_layers, 64, index_layers=config.index_layers, dtype=dtype, device=device)
@@ -128,7 +130,7 @@ def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Re
     runner.capture(progress=progress)
     seconds = time.perf_counter() - start
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
-    rows = [_serve(name, parts, tokens, runner, kv, dtype) for name, parts in _requests(kv, len(text))]
+    rows = [_serve(name, parts, tokens, runner, kv) for name, parts in _requests(kv, len(text))]
     graph = runner.graphs()[0]
     return Result(
         rows,
@@ -173,9 +175,7 @@ class _Shared(RequestPages):
         super().extend(new_tokens)
 
 
-def _serve(
-    name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner, kv: PagedKV, dtype: torch.dtype
-) -> Row:
+def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner, kv: PagedKV) -> Row:
     new = [p.stop - p.start for p in parts]
     for part, count in zip(parts, new, strict=True):
         part.pages.extend(count)
@@ -193,7 +193,7 @@ def _serve(
         _same_bytes(x[:, _first(x, kv) :], y[:, _first(y, kv) :]) for x, y in same[2:]
     )
     diff = float((replay.hidden.float() - eager.hidden.float()).abs().max())
-    scale = float(eager.hidden.float().abs().max())
+    _, close = closeness(replay.hidden, eager.hidden)
     launches = _launches(runner, replay)
     return Row(
         name,
@@ -207,7 +207,7 @@ def _serve(
         replay_ms,
         bitwise,
         diff,
-        diff <= TOLERANCE[dtype] * scale,
+        close,
     )
 
 

@@ -62,6 +62,7 @@ def split(gm: fx.GraphModule, analysis: Analysis, named_cuts: frozenset[Any]) ->
     segments = [s for s in _partition(gm.graph, named_cuts) if s.nodes]
     known = set().union(*(symbols_of(analysis.values[n]) for n in gm.graph.nodes if n.op == "placeholder"), set())
     contexts = _open_contexts(segments)
+    _localise_sizes(gm.graph, segments, analysis)
     home = {node: i for i, segment in enumerate(segments) for node in segment.nodes}
     _edges(gm.graph, segments, home)
     unknown: set[fx.Node] = set()  # values with a size or value that only a run can tell
@@ -99,6 +100,48 @@ def _partition(graph: fx.Graph, named_cuts: frozenset[Any]) -> Iterable[Segment]
             current.nodes.append(node)
     result.append(current)
     return result
+
+
+def _localise_sizes(graph: fx.Graph, segments: list[Segment], analysis: Analysis) -> None:
+    """Compute a size where it is used: one that crossed from the first layer's piece would set that piece apart.
+
+    Only arithmetic on symbols that are inputs of the graph; a size read off a tensor stays with the tensor.
+    """
+    for segment in segments:
+        if segment.kind == CUT:
+            continue
+        own = set(segment.nodes)
+        copies: dict[fx.Node, fx.Node] = {}
+        for node in list(segment.nodes):
+            for source in node.all_input_nodes:
+                copy = _local_size(source, own, copies, segment, graph, analysis)
+                if copy is not source:
+                    node.replace_input_with(source, copy)
+        segment.nodes[:0] = copies.values()
+
+
+def _local_size(
+    node: fx.Node,
+    own: set[fx.Node],
+    copies: dict[fx.Node, fx.Node],
+    segment: Segment,
+    graph: fx.Graph,
+    analysis: Analysis,
+) -> fx.Node:
+    """``node``, or its copy at the head of ``segment`` if it is a size computed elsewhere from sizes alone."""
+
+    def is_size(n: fx.Node) -> bool:
+        return n.op in ("placeholder", "call_function") and isinstance(analysis.values.get(n), (int, torch.SymInt))
+
+    if node.op == "placeholder" or node in own or not is_size(node) or not all(map(is_size, node.all_input_nodes)):
+        return node
+    if node not in copies:
+        sources = {n: _local_size(n, own, copies, segment, graph, analysis) for n in node.all_input_nodes}
+        with graph.inserting_before(segment.nodes[0]):
+            copies[node] = graph.node_copy(node, sources.__getitem__)
+        analysis.values[copies[node]] = analysis.values[node]
+        analysis.facts[copies[node]] = NodeFacts()
+    return copies[node]
 
 
 def _gives_sequence(node: fx.Node) -> bool:

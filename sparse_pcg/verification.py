@@ -13,9 +13,18 @@ from .buckets import smallest_batch
 if TYPE_CHECKING:
     from .runner import PrefillRunner
 
-# Relative L2 distance of hidden states from the eager model's: a matrix product over n rows and one over the padded
-# bucket differ in the last bits of their dtype.
-TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+# Relative L2 distance of a row from the eager model's: a matrix product over n rows and one over the padded bucket
+# differ in the last bits of their dtype. A row in which that tips a choice (which experts, which tokens) differs by
+# more, in any two correct runs: CLOSE_ROWS is the share of rows that must be within tolerance.
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+CLOSE_ROWS = 0.8
+
+
+def closeness(got: torch.Tensor, want: torch.Tensor) -> tuple[float, bool]:
+    """Median over the rows of the relative L2 distance, and whether enough rows are within tolerance of ``want``."""
+    distance = (got.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1).clamp(min=1e-12)
+    share = float((distance <= TOLERANCE[want.dtype]).float().mean())
+    return float(distance.median()), share >= CLOSE_ROWS
 
 
 @dataclass(frozen=True)
@@ -23,7 +32,7 @@ class Check:
     """One graph at one number of rows.
 
     bitwise: hidden states, logits and the request's KV pages equal those of the uncaptured run in every byte.
-    distance: relative L2 distance of the hidden states from the eager model's; close: within tolerance.
+    distance, close: ``closeness`` of the hidden states to the eager model's.
     """
 
     bucket: int
@@ -85,9 +94,9 @@ def _check(runner: PrefillRunner, bucket: int, variant: str, rows: int) -> Check
         pairs = [(plain.hidden, replay.hidden), (plain.logits, replay.logits)]
         pairs += list(zip(before, _pages(runner, request.pages), strict=True))
     took = replay.bucket == bucket and replay.variant == variant
-    distance = float((replay.hidden.float() - eager.float()).norm() / eager.float().norm().clamp(min=1e-12))
+    distance, close = closeness(replay.hidden, eager)
     bitwise = took and all(torch.equal(_bytes(a), _bytes(b)) for a, b in pairs)
-    return Check(bucket, variant, rows, bitwise, distance, distance <= TOLERANCE[eager.dtype])
+    return Check(bucket, variant, rows, bitwise, distance, close)
 
 
 def _extend(runner: PrefillRunner, request: Any, rows: int, generator: torch.Generator) -> Batch:

@@ -362,6 +362,36 @@ def test_sizes_that_cross_a_cut() -> None:
         assert same(fn(x), body(x))
 
 
+def test_a_size_is_computed_where_it_is_used() -> None:
+    """Layers that all use the same size stay identical pieces, the one that used it first included."""
+
+    class Doubling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lin = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+            y = self.lin(x).repeat(2, 1)[:rows]
+            out = torch.empty_like(y)
+            torch.ops.toy.mix_into(y, out)
+            return x + out[: x.shape[0]]
+
+    layers = nn.ModuleList(Doubling() for _ in range(5))
+
+    def body(x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0] * 2
+        x = x * rows
+        for layer in layers:
+            x = layer(x, rows)
+        return x
+
+    fn = sparse_pcg.compile(body, capture_sizes=SIZES, compiler="eager")
+    for rows in (8, 8, 4, 8, 5):
+        x = torch.randn(rows, 4)
+        assert same(fn(x), body(x).detach())
+    assert len({p.distinct for p in sparse_pcg.explain(fn, x).pieces}) == 3
+
+
 class TestCutNames:
     BODY = staticmethod(lambda x: _untagged(x))
 
