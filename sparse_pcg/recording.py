@@ -6,6 +6,7 @@ the cut bodies it called, on the tensors of that run.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -29,8 +30,8 @@ from .rewrite import cut_overloads
 class RecordedGraph:
     """What the registry of live graphs holds for a recorded plan, and the owner of its pool."""
 
-    def __init__(self, plan: Plan, pool: Pool) -> None:
-        self.plan, self._pool = plan, pool
+    def __init__(self, plan: Plan, pool: Pool, idle: list[Any]) -> None:
+        self.plan, self._pool, self._idle = plan, pool, idle
         self.piece_count, self.cut_count = plan.captures, plan.cuts
 
     def pool_bytes(self) -> int:
@@ -42,6 +43,7 @@ class RecordedGraph:
         self.plan.steps = [_dropped]
         self.plan.labels = ["a dropped plan"]
         LIVE.discard(self)
+        self._idle.clear()
         self._pool.release()
 
 
@@ -75,7 +77,7 @@ def record(fn: Callable[..., Any], *static_args: Any, **options: Any) -> Plan:
     plan._outputs = tuple(leaves)
     COUNTS.graphs += 1
     COUNTS.captures += plan.captures
-    owner = RecordedGraph(plan, pool)
+    owner = RecordedGraph(plan, pool, recorder.idle)
     plan.owner = owner
     LIVE.add(owner)
     return plan
@@ -87,6 +89,7 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, plan: Plan, pool: Pool, device: GraphDevice, named: frozenset[Any]) -> None:
         super().__init__()
         self.plan, self.pool, self.device, self.named = plan, pool, device, named
+        self.idle: list[Any] = []  # graphs that launch nothing: a pool ends with its last graph, which one may be
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -161,8 +164,12 @@ class _CudaRecorder(_Recorder):
 
     def end_piece(self) -> None:
         graph, self._graph = self._graph, None
-        graph.capture_end()
-        if self._launched:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            graph.capture_end()
+        if not self._launched:
+            self.idle.append(graph)
+        else:
             graph.replay()
             self.plan.add(graph.replay, f"piece {self.plan.captures}")
             self.plan.captures += 1
