@@ -103,40 +103,47 @@ def _partition(graph: fx.Graph, named_cuts: frozenset[Any]) -> Iterable[Segment]
 
 
 def _localise_sizes(graph: fx.Graph, segments: list[Segment], analysis: Analysis) -> None:
-    """Compute a size where it is used: one that crossed from the first layer's piece would set that piece apart.
+    """Compute sizes at the head of each segment that uses them.
 
-    Only arithmetic on symbols that are inputs of the graph; a size read off a tensor stays with the tensor.
+    One that crossed from the first layer's piece, or stood elsewhere in it, would set that piece apart from the other
+    layers'. Only arithmetic on symbols that are inputs of the graph; a size read off a tensor stays with the tensor.
     """
     for segment in segments:
         if segment.kind == CUT:
             continue
-        own = set(segment.nodes)
         copies: dict[fx.Node, fx.Node] = {}
         for node in list(segment.nodes):
+            if _is_pure_size(node, analysis):
+                continue  # its users get a copy
             for source in node.all_input_nodes:
-                copy = _local_size(source, own, copies, segment, graph, analysis)
+                copy = _local_size(source, copies, segment, graph, analysis)
                 if copy is not source:
                     node.replace_input_with(source, copy)
         segment.nodes[:0] = copies.values()
+    for segment in reversed(segments):
+        for node in reversed(segment.nodes):
+            if not node.users and _is_pure_size(node, analysis):
+                segment.nodes.remove(node)
+                graph.erase_node(node)
 
 
-def _local_size(
-    node: fx.Node,
-    own: set[fx.Node],
-    copies: dict[fx.Node, fx.Node],
-    segment: Segment,
-    graph: fx.Graph,
-    analysis: Analysis,
-) -> fx.Node:
-    """``node``, or its copy at the head of ``segment`` if it is a size computed elsewhere from sizes alone."""
+def _is_pure_size(node: fx.Node, analysis: Analysis) -> bool:
+    """A size computed from sizes alone."""
 
     def is_size(n: fx.Node) -> bool:
         return n.op in ("placeholder", "call_function") and isinstance(analysis.values.get(n), (int, torch.SymInt))
 
-    if node.op == "placeholder" or node in own or not is_size(node) or not all(map(is_size, node.all_input_nodes)):
+    return node.op == "call_function" and is_size(node) and all(map(is_size, node.all_input_nodes))
+
+
+def _local_size(
+    node: fx.Node, copies: dict[fx.Node, fx.Node], segment: Segment, graph: fx.Graph, analysis: Analysis
+) -> fx.Node:
+    """``node``, or its copy at the head of ``segment`` if it is a size computed from sizes alone."""
+    if not _is_pure_size(node, analysis):
         return node
     if node not in copies:
-        sources = {n: _local_size(n, own, copies, segment, graph, analysis) for n in node.all_input_nodes}
+        sources = {n: _local_size(n, copies, segment, graph, analysis) for n in node.all_input_nodes}
         with graph.inserting_before(segment.nodes[0]):
             copies[node] = graph.node_copy(node, sources.__getitem__)
         analysis.values[copies[node]] = analysis.values[node]

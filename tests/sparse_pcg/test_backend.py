@@ -371,16 +371,15 @@ def test_a_size_is_computed_where_it_is_used() -> None:
             self.lin = nn.Linear(4, 4)
 
         def forward(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-            y = self.lin(x).repeat(2, 1)[:rows]
+            y = self.lin(x)
             out = torch.empty_like(y)
             torch.ops.toy.mix_into(y, out)
-            return x + out[: x.shape[0]]
+            return x + out.repeat(4, 1)[rows : rows + x.shape[0]]
 
     layers = nn.ModuleList(Doubling() for _ in range(5))
 
     def body(x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0] * 2
-        x = x * rows
         for layer in layers:
             x = layer(x, rows)
         return x
