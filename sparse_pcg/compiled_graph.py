@@ -83,6 +83,11 @@ class CompiledGraph:
         self._rows_of_bound = [row_reader(b.rows, self._symbols) for b in self.bound]
         self._static_storages = {storage_ptr(given[i]) for i in self.static}
         self._aliasing = self._alias_pattern(given)
+        # An argument that overlaps a static tensor stays where it is: a copy of it would not overlap any more.
+        places = zip(self.moving, self._aliasing or (), strict=False)
+        touching = [i for i, (first, _) in places if first < len(self.static)]
+        self._pinned = [*self.static, *touching]
+        self._copied = [i for i in self.moving if i not in touching]
         self._entries: dict[tuple[int, ...], _Entry | None] = {}
         self._buffers = Buffers()
         self._pool: Pool | None = None
@@ -150,7 +155,7 @@ class CompiledGraph:
             entry = self._entries[key]
             if entry is None:
                 return self._capture(key, inputs)
-            if entry.addresses == [inputs[i].data_ptr() for i in self.static]:
+            if entry.addresses == [inputs[i].data_ptr() for i in self._pinned]:
                 entry.inputs.copy_in(inputs)
                 entry.plan.replay()
                 entry.inputs.copy_back(inputs)
@@ -173,13 +178,13 @@ class CompiledGraph:
         if session.frozen():
             self._leave("size", f"size {self._size(key)} was not captured before freeze()")
             return self.program.run(inputs)
-        static = StaticInputs(inputs, self.moving, self.written, self._buffers)
+        static = StaticInputs(inputs, self._copied, self.written, self._buffers)
         static.copy_in(inputs)
         plan = self.plan(static.tensors, label=f", size {self._size(key)}")
         if plan is None:  # captured nothing: the effects of this call are still owed
             del self._entries[key]
             return self.program.run(inputs)
-        self._entries[key] = _Entry(plan, static, [inputs[i].data_ptr() for i in self.static])
+        self._entries[key] = _Entry(plan, static, [inputs[i].data_ptr() for i in self._pinned])
         static.copy_back(inputs)
         return static.deliver(plan.outputs, inputs, self.options.static_outputs)
 
@@ -220,7 +225,7 @@ class CompiledGraph:
         count_fallback(reason, detail)
 
     def _moved(self, entry: _Entry, inputs: list[Any]) -> str:
-        pairs = zip(self.static, entry.addresses, strict=True)
+        pairs = zip(self._pinned, entry.addresses, strict=True)
         return ", ".join(self.names[i] for i, address in pairs if inputs[i].data_ptr() != address)
 
     def _alias_pattern(self, inputs: Sequence[Any]) -> list[tuple[int, int]] | None:

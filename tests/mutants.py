@@ -198,8 +198,11 @@ MUTANTS = [
     _backend("plan.py", "if torch.is_grad_enabled():", "if False:",
              "test_recording.py::test_weights_updated_in_place_are_seen"),
     # Addresses: a moved tensor, an argument not written back, a result not copied, lost aliases
-    _backend("compiled_graph.py", "if entry.addresses == [inputs[i].data_ptr() for i in self.static]:", "if True:",
+    _backend("compiled_graph.py", "if entry.addresses == [inputs[i].data_ptr() for i in self._pinned]:", "if True:",
              "test_failures_of_graphs.py::test_an_attribute_that_comes_and_goes"),
+    _backend("compiled_graph.py", "self._copied = [i for i in self.moving if i not in touching]",
+             "self._copied = self.moving",
+             "test_failures_of_graphs.py::test_an_argument_that_overlaps_a_buffer_of_the_model"),
     _backend("compiled_graph.py", "entry.inputs.copy_back(inputs)", "pass",
              "test_failures_of_graphs.py::test_addresses_and_aliases"),
     _backend("static_inputs.py", "copy = view_bytes(outputs[members[0]], start, stop).clone()",

@@ -117,6 +117,49 @@ def test_an_attribute_that_comes_and_goes() -> None:
         agree(fn, model, lambda seed: (data(seed, 8, 3),), 3)
 
 
+class Overlapped(nn.Module):
+    """Writes a buffer and an argument that may be part of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("held", torch.zeros(12, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.held.add_(1)
+        out = mixed(x)
+        x.mul_(2)
+        return out + self.held[:1], self.held * 1, x, x[:, 1], self.held[1:]
+
+
+OVERLAPS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "rows": lambda held, i: held[2:10],
+    "other rows": lambda held, i: held[i % 3 : i % 3 + 8],
+    "columns": lambda held, i: held[:8].view(3, 8).t(),
+    "sometimes": lambda held, i: held[:8] if i // 3 % 2 else torch.ones(8, 3) * i,
+    "sometimes not": lambda held, i: torch.ones(8, 3) * i if i // 3 % 2 else held[:8],
+    "the buffer": lambda held, i: held,
+}
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("case", OVERLAPS)
+def test_an_argument_that_overlaps_a_buffer_of_the_model(case: str, frozen: bool) -> None:
+    """A write to one is seen in the other, in every call."""
+    model, reference = Overlapped(), Overlapped()
+    fn = sparse_pcg.compile(model, capture_sizes=[8, 12], compiler="eager")
+    for i in range(12):
+        if frozen and i == 7:
+            sparse_pcg.freeze()
+        for graph in LIVE:
+            graph.poison()
+        got, want = fn(OVERLAPS[case](model.held, i)), reference(OVERLAPS[case](reference.held, i))
+        assert same(got, want) and same(model.held, reference.held)
+        got[2].fill_(3)
+        want[2].fill_(3)
+        assert same(model.held, reference.held)
+    assert sparse_pcg.stats().replays > 0
+
+
 # --- splitting ---
 
 
