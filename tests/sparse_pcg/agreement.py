@@ -12,6 +12,7 @@ import sparse_pcg
 from sparse_pcg import session
 from sparse_pcg.compiled_graph import CompiledGraph
 from sparse_pcg.counters import LIVE
+from sparse_pcg.memory import overlaps
 from tests.sparse_pcg.toys import context, same
 
 SIZES = [4, 8, 16]
@@ -48,7 +49,7 @@ def agree(
 ) -> None:
     """``calls`` calls of ``fn`` equal ``body``'s, arguments included, with what graphs wrote poisoned before each.
 
-    Results of earlier calls must not change either.
+    Results alias each other and the arguments as they do in PyTorch, and those of earlier calls do not change.
     """
     kept: list[tuple[list[Any], list[Any]]] = []
     held = []
@@ -61,6 +62,7 @@ def agree(
             got, want = fn(*ours), body(*theirs)
         got, want = ([got], [want]) if isinstance(got, torch.Tensor) else (list(got), list(want))
         assert same(got, want) and same(tensors(ours), tensors(theirs))
+        assert overlaps(tensors((*got, *ours))) == overlaps(tensors((*want, *theirs)))
         own = [g for g in got if all(g is not a for a in ours)]
         kept.append((own, [g.clone() for g in own]))
     assert all(same(now, then) for now, then in kept)

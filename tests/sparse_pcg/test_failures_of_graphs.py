@@ -212,12 +212,13 @@ def test_a_size_that_depends_on_the_data() -> None:
     """What a mask selects is known only after a run: that piece, and what takes its result, runs each time."""
 
     def body(x: torch.Tensor) -> Any:
-        chosen = (x + 1)[x > 0]
         out = mixed(x * 2)
+        chosen = (x + 1)[out > 0]
         return torch.ops.toy.scaled(chosen[:, None]), chosen.sum() + out, chosen * 2
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         agree(plain(body), body, lambda seed: (data(seed, 8, 3),))
+    assert sparse_pcg.stats().replays > 0
 
 
 @pytest.mark.parametrize("call", range(3), ids=["warm-up", "capture", "replay"])

@@ -19,6 +19,7 @@ import sparse_pcg
 from sparse_pcg import session
 from sparse_pcg.compiled_graph import CompiledGraph
 from sparse_pcg.counters import LIVE
+from sparse_pcg.memory import overlaps
 from tests.sparse_pcg.toys import context, inputs, same, state
 
 SIZES = [4, 8]
@@ -195,6 +196,8 @@ def run_model(model: Generated, calls: list[tuple[int, int]], close: float = 0.0
             graph.poison()
         with context(kv_len=1 + seed % 3), torch.no_grad():
             got, want = fn(*ours), reference(*theirs)
+        if not close:  # results alias each other, the arguments and the buffers as in PyTorch
+            assert overlaps([*got, *ours, *model.buffers()]) == overlaps([*want, *theirs, *reference.buffers()])
         ours, theirs = (*got, *ours, *state(model)), (*want, *theirs, *state(reference))
         if close:
             torch.testing.assert_close(ours, theirs, rtol=close, atol=close, equal_nan=True)
