@@ -128,12 +128,15 @@ def _localise_sizes(graph: fx.Graph, segments: list[Segment], analysis: Analysis
 
 
 def _is_pure_size(node: fx.Node, analysis: Analysis) -> bool:
-    """A size computed from sizes alone."""
+    """A size computed from symbols of the graph's inputs alone, through any number of steps."""
 
-    def is_size(n: fx.Node) -> bool:
-        return n.op in ("placeholder", "call_function") and isinstance(analysis.values.get(n), (int, torch.SymInt))
+    def is_value(n: fx.Node) -> bool:
+        return isinstance(analysis.values.get(n), (int, torch.SymInt))
 
-    return node.op == "call_function" and is_size(node) and all(map(is_size, node.all_input_nodes))
+    def is_source(n: fx.Node) -> bool:
+        return is_value(n) if n.op == "placeholder" else _is_pure_size(n, analysis)
+
+    return node.op == "call_function" and is_value(node) and all(map(is_source, node.all_input_nodes))
 
 
 def _local_size(
