@@ -238,7 +238,7 @@ def test_grad_modes_in_any_order(order: tuple[str, ...]) -> None:
     assert sparse_pcg.stats().replays > 0
 
 
-@pytest.mark.parametrize("order", list(itertools.permutations([0, 1, 2, 8])), ids=str)
+@pytest.mark.parametrize("order", [(0, 1, 2, 8), (1, 8, 0, 2), (2, 0, 8, 1), (8, 2, 1, 0)], ids=str)
 def test_few_rows_in_any_order(order: tuple[int, ...]) -> None:
     """Sizes 0, 1 and 2 are special to Dynamo: each is right, and replayed where captured, whichever came first."""
     fn = sparse_pcg.compile(moded, capture_sizes=[1, 2, 8], compiler="eager")
