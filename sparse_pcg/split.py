@@ -128,22 +128,19 @@ def _localise_sizes(graph: fx.Graph, segments: list[Segment], analysis: Analysis
 
 
 def _is_pure_size(node: fx.Node, analysis: Analysis) -> bool:
-    """A size computed from symbols of the graph's inputs alone, through any number of steps."""
-
-    def is_value(n: fx.Node) -> bool:
-        return isinstance(analysis.values.get(n), (int, torch.SymInt))
-
-    def is_source(n: fx.Node) -> bool:
-        return is_value(n) if n.op == "placeholder" else _is_pure_size(n, analysis)
-
-    return node.op == "call_function" and is_value(node) and all(map(is_source, node.all_input_nodes))
+    """A size computed, through sizes alone, from sizes that are inputs of the graph."""
+    if not isinstance(analysis.values.get(node), (int, torch.SymInt)):
+        return False
+    if node.op == "placeholder":
+        return True
+    return node.op == "call_function" and all(_is_pure_size(n, analysis) for n in node.all_input_nodes)
 
 
 def _local_size(
     node: fx.Node, copies: dict[fx.Node, fx.Node], segment: Segment, graph: fx.Graph, analysis: Analysis
 ) -> fx.Node:
     """``node``, or its copy at the head of ``segment`` if it is a size computed from sizes alone."""
-    if not _is_pure_size(node, analysis):
+    if node.op == "placeholder" or not _is_pure_size(node, analysis):
         return node
     if node not in copies:
         sources = {n: _local_size(n, copies, segment, graph, analysis) for n in node.all_input_nodes}
