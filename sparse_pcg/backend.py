@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -11,7 +13,7 @@ import torch
 from torch import fx
 
 from . import counters, session
-from .compiled_graph import CompiledGraph
+from .compiled_graph import CompiledGraph, structure
 from .counters import COUNTS, LIVE, count_fallback
 from .errors import FrozenError, OptionError
 from .options import Options
@@ -33,25 +35,42 @@ def sparse_pcg(
     chosen = Options.of(options)
     COUNTS.graphs += 1
     if session.frozen():
-        return _uncompiled(gm, chosen)
+        return TracedFrozen(gm, chosen)
     return CompiledGraph(gm, example_inputs, chosen)
 
 
-def _uncompiled(gm: fx.GraphModule, options: Options) -> Callable[..., Any]:
-    """After ``freeze()`` a graph that Dynamo traced anew runs as it is, and each call is counted."""
-    reason = "recompile"
-    if any(graph.grad_enabled != torch.is_grad_enabled() for graph in LIVE):
-        reason = "grad_mode"
-    detail = f"Dynamo traced the model again after freeze() ({reason})"
-    if options.strict:
-        raise FrozenError(f"with strict=True: {detail}")
+class OwnBackend:
+    """The backend as an object of its own: Dynamo shares what it compiled between callers with an equal backend."""
 
-    def run(*args: Any) -> Any:
-        count_fallback(reason, detail)
+    def __call__(self, gm: fx.GraphModule, example_inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+        return sparse_pcg(gm, example_inputs, **settings)
+
+
+class TracedFrozen:
+    """A graph that Dynamo traced after ``freeze()``: runs as it is, each call counted; after ``reset()`` compiled."""
+
+    def __init__(self, gm: fx.GraphModule, options: Options) -> None:
+        self._gm, self._options = gm, options
+        self._grad_enabled = torch.is_grad_enabled()
+        self._compiled: CompiledGraph | None = None
+        alike = [g for g in LIVE if isinstance(g, CompiledGraph) and g.structure == structure(gm)]
+        self._reason = "recompile"
+        if alike and all(g.grad_enabled != self._grad_enabled for g in alike):
+            self._reason = "grad_mode"
+        self._detail = f"Dynamo traced the model again after freeze() ({self._reason})"
+        if options.strict:
+            raise FrozenError(f"with strict=True: {self._detail}")
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None and not session.frozen():
+            # Dynamo's guards are made by now: a compiler that specialises on sizes could not add to them any more.
+            options = dataclasses.replace(self._options, compiler="eager")
+            self._compiled = CompiledGraph(self._gm, args, options)
+        if self._compiled is not None:
+            return self._compiled(*args)
+        count_fallback(self._reason, self._detail)
         with torch.no_grad():
-            return gm.forward(*args)
-
-    return run
+            return self._gm.forward(*args)
 
 
 class CompiledModule:
@@ -74,9 +93,9 @@ class CompiledModule:
         first: tuple[torch.Tensor, int] | None = None
         for name in self._dims or bound:
             value = bound.get(name)
-            dim = 0 if self._dims is None else self._dims[name]
             if not isinstance(value, torch.Tensor) or value.dim() == 0:
                 continue
+            dim = 0 if self._dims is None else self._dims[name] % value.dim()
             first = first or (value, dim)
             if value.shape[dim] >= 2:  # Dynamo makes sizes 0 and 1 graphs of their own
                 torch._dynamo.maybe_mark_dynamic(value, dim)
@@ -85,7 +104,19 @@ class CompiledModule:
             return self.compiled(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["module"], name)
+        module = self.__dict__.get("module")
+        if module is None:
+            raise AttributeError(name)
+        value = getattr(module, name)
+        if not inspect.ismethod(value):
+            return value
+
+        @functools.wraps(value)
+        def method(*args: Any, **kwargs: Any) -> Any:
+            result = value(*args, **kwargs)
+            return self if result is module else result  # eval(), to(), ... return the module: this one
+
+        return method
 
 
 def compile(

@@ -31,13 +31,18 @@ from .static_inputs import Buffers, StaticInputs
 from .symbols import row_reader, row_symbol, symbol_sources
 
 MAX_KEYS_PER_SIZE = 8  # values of the other symbols (page counts, say) that one token count is captured for
+MAX_PLACES = 256  # sets of static tensors (instances of a module class) one size is captured for; the oldest goes
+
+
+# What a captured graph is valid for: the value of every symbol, and the addresses of the static tensors. Dynamo runs
+# one graph for every instance of a module class.
+_Key = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass
 class _Entry:
     plan: Plan
     inputs: StaticInputs
-    addresses: list[int]
 
 
 class CompiledGraph:
@@ -49,6 +54,7 @@ class CompiledGraph:
     def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], options: Options) -> None:
         self.options = options
         self.grad_enabled = torch.is_grad_enabled()
+        self.structure = structure(gm)
         # A bare copy: the metadata on Dynamo's own graph would keep arguments alive.
         self._uncompiled: Callable[..., Any] = _copy_graph(gm, metadata=False).forward
         self._lock = threading.RLock()
@@ -60,7 +66,8 @@ class CompiledGraph:
         self.names = [str(n.target) for n in placeholders]
         analysis = analyse(own, fake_mode)
         self.segments: list[Segment] = split(own, analysis, self._named_cuts)
-        given = [*examples, *(_example(b) for b in self.bound)]
+        given = [*examples, *(b.resolve() for b in self.bound)]
+        device_for(options.graphs, given)  # an option that these inputs cannot meet is an error now, not at capture
         self._warn_unmatched(own)
         reals = real_storages(placeholders, analysis, given)
         cuda = {n: t for n, t in zip(placeholders, given, strict=True) if isinstance(t, torch.Tensor) and t.is_cuda}
@@ -79,7 +86,7 @@ class CompiledGraph:
         self._symbols = symbol_sources(placeholders, analysis)
         tokens, token_dim = session.tokens() or (None, 0)
         declared = next(((i, token_dim) for i in self.moving if given[i] is tokens), None)
-        self._row_symbol = row_symbol(placeholders, analysis, self.moving, declared)
+        self._row_symbol, self._static_rows = row_symbol(placeholders, analysis, self.moving, declared)
         self._rows_of_bound = [row_reader(b.rows, self._symbols) for b in self.bound]
         self._static_storages = {storage_ptr(given[i]) for i in self.static}
         self._aliasing = self._alias_pattern(given)
@@ -88,7 +95,7 @@ class CompiledGraph:
         touching = [i for i, (first, _) in places if first < len(self.static)]
         self._pinned = [*self.static, *touching]
         self._copied = [i for i in self.moving if i not in touching]
-        self._entries: dict[tuple[int, ...], _Entry | None] = {}
+        self._entries: dict[_Key, _Entry | None] = {}
         self._buffers = Buffers()
         self._pool: Pool | None = None
         self._device: GraphDevice | None = None
@@ -150,41 +157,39 @@ class CompiledGraph:
         return [*args, *extra]
 
     def _run(self, inputs: list[Any]) -> list[Any]:
-        key = tuple(read(inputs) for read in self._symbols.values())
-        if key in self._entries:
-            entry = self._entries[key]
-            if entry is None:
-                return self._capture(key, inputs)
-            if entry.addresses == [inputs[i].data_ptr() for i in self._pinned]:
-                entry.inputs.copy_in(inputs)
-                entry.plan.replay()
-                entry.inputs.copy_back(inputs)
-                return entry.inputs.deliver(entry.plan.outputs, inputs, self.options.static_outputs)
-            self._leave("moved_static", f"{self._moved(entry, inputs)} moved after capture")
-            self._static_storages = {storage_ptr(inputs[i]) for i in self.static}
-            if not session.frozen():
-                self._entries[key] = None  # this call is the warm-up of the next capture
+        sizes = tuple(read(inputs) for read in self._symbols.values())
+        key = (sizes, tuple(inputs[i].data_ptr() for i in self._pinned))
+        entry = self._entries.get(key)
+        if entry is not None:
+            entry.inputs.copy_in(inputs)
+            entry.plan.replay()
+            entry.inputs.copy_back(inputs)
+            return entry.inputs.deliver(entry.plan.outputs, inputs, self.options.static_outputs)
+        if self.options.graphs == "off" or self.piece_count == 0:
             return self.program.run(inputs)
-        if self._may_capture(key):
-            if session.frozen():
-                self._leave("size", f"size {self._size(key)} was not captured before freeze()")
-            else:
-                self._entries[key] = None  # the first visit of a size warms up, the second captures
-        elif self.options.graphs != "off" and self.piece_count:
-            self._leave("size", f"size {self._size(key)} is not among the captured sizes")
+        if not self._may_capture(sizes):
+            self._leave("size", f"size {self._size(sizes)} is not among the captured sizes")
+        elif key in self._entries and not session.frozen():
+            return self._capture(key, inputs)
+        else:
+            known = [a for s, a in self._entries if s == sizes and a != key[1]]
+            if known:
+                self._leave("moved_static", f"{self._moved(known[-1], key[1])} not where it was at capture")
+                self._static_storages = {storage_ptr(inputs[i]) for i in self.static}
+            elif session.frozen():
+                self._leave("size", f"size {self._size(sizes)} was not captured before freeze()")
+            if not session.frozen():
+                if len(known) >= MAX_PLACES:
+                    del self._entries[(sizes, known[0])]
+                self._entries[key] = None  # the first visit warms up, the second captures
         return self.program.run(inputs)
 
-    def _capture(self, key: tuple[int, ...], inputs: list[Any]) -> list[Any]:
-        if session.frozen():
-            self._leave("size", f"size {self._size(key)} was not captured before freeze()")
-            return self.program.run(inputs)
+    def _capture(self, key: _Key, inputs: list[Any]) -> list[Any]:
         static = StaticInputs(inputs, self._copied, self.written, self._buffers)
         static.copy_in(inputs)
-        plan = self.plan(static.tensors, label=f", size {self._size(key)}")
-        if plan is None:  # captured nothing: the effects of this call are still owed
-            del self._entries[key]
-            return self.program.run(inputs)
-        self._entries[key] = _Entry(plan, static, [inputs[i].data_ptr() for i in self._pinned])
+        plan = self.plan(static.tensors, label=f", size {self._size(key[0])}")
+        assert plan is not None
+        self._entries[key] = _Entry(plan, static)
         static.copy_back(inputs)
         return static.deliver(plan.outputs, inputs, self.options.static_outputs)
 
@@ -199,21 +204,25 @@ class CompiledGraph:
 
     def captured_sizes(self) -> list[str]:
         """What plain calls have captured so far, as text: the value of each symbol."""
-        return [self._size(key) for key, entry in self._entries.items() if entry is not None]
+        return [self._size(key[0]) for key, entry in self._entries.items() if entry is not None]
 
     def poison(self) -> None:
         """Overwrite what an emulated pool holds: a step that reads stale memory then shows."""
         if self._pool is not None:
             self._pool.poison()
 
-    def _may_capture(self, key: tuple[int, ...]) -> bool:
-        if self.options.graphs == "off" or self.piece_count == 0:
-            return False
+    def _may_capture(self, sizes: tuple[int, ...]) -> bool:
+        if not self._symbols:
+            return True  # a static graph has one size, and is captured for it
         if self._row_symbol is None:
-            return not self._symbols  # a static graph has one size, and is captured for it
+            return self._static_rows in self.options.capture_sizes and self._others(sizes, None) < MAX_KEYS_PER_SIZE
         place = list(self._symbols).index(self._row_symbol)
-        alike = sum(k[place] == key[place] for k in self._entries)
-        return key[place] in self.options.capture_sizes and alike < MAX_KEYS_PER_SIZE
+        return sizes[place] in self.options.capture_sizes and self._others(sizes, place) < MAX_KEYS_PER_SIZE
+
+    def _others(self, sizes: tuple[int, ...], place: int | None) -> int:
+        """How many other values of the symbols are captured for the same token count."""
+        same = {s for s, _ in self._entries if place is None or s[place] == sizes[place]}
+        return len(same - {sizes})
 
     def _size(self, key: tuple[int, ...]) -> str:
         return "x".join(map(str, key)) or "static"
@@ -224,9 +233,9 @@ class CompiledGraph:
             raise FrozenError(f"after freeze(), with strict=True: {detail} ({reason})")
         count_fallback(reason, detail)
 
-    def _moved(self, entry: _Entry, inputs: list[Any]) -> str:
-        pairs = zip(self._pinned, entry.addresses, strict=True)
-        return ", ".join(self.names[i] for i, address in pairs if inputs[i].data_ptr() != address)
+    def _moved(self, before: tuple[int, ...], now: tuple[int, ...]) -> str:
+        places = zip(self._pinned, before, now, strict=True)
+        return ", ".join(self.names[i] for i, old, new in places if old != new)
 
     def _alias_pattern(self, inputs: Sequence[Any]) -> list[tuple[int, int]] | None:
         """Which inputs overlap, and by how much; compiled code and static buffers rely on it. None: none do.
@@ -242,8 +251,14 @@ class CompiledGraph:
 
     def _warn_unmatched(self, gm: fx.GraphModule) -> None:
         present = {overload_of(n) for n in gm.graph.nodes}
-        for overload in self._named_cuts - present:
-            logger.warning("option 'cut_ops': %s matches nothing in this graph", overload)
+        for name in self.options.cut_ops:
+            if not cut_overloads([name]) & present:
+                logger.warning("option 'cut_ops': %s matches nothing in this graph", name)
+
+
+def structure(gm: fx.GraphModule) -> tuple[str, ...]:
+    """What the graph calls, in order, whatever the sizes: tells whether two graphs come from the same code."""
+    return tuple(str(n.target) for n in gm.graph.nodes if n.op not in ("placeholder", "output"))
 
 
 def _copy_graph(gm: fx.GraphModule, metadata: bool = True) -> fx.GraphModule:
@@ -268,7 +283,3 @@ def _fake_mode(gm: fx.GraphModule) -> FakeTensorMode:
 def _is_static(node: fx.Node) -> bool:
     """Parameters, buffers and tensor attributes of the module, and what the caller declared static."""
     return "_dynamo_static_input_type" in node.meta.get("tensor_dict", {})
-
-
-def _example(bound: BoundInput) -> torch.Tensor:
-    return bound.resolve()

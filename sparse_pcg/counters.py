@@ -17,8 +17,11 @@ logger = logging.getLogger("sparse_pcg")
 class LiveGraph(Protocol):
     """What a split graph tells the registry."""
 
-    piece_count: int
-    cut_count: int
+    @property
+    def piece_count(self) -> int: ...
+
+    @property
+    def cut_count(self) -> int: ...
 
     def pool_bytes(self) -> int: ...
 
@@ -80,7 +83,7 @@ class _Counts:
 
 
 COUNTS = _Counts()
-LIVE: weakref.WeakSet[Any] = weakref.WeakSet()
+LIVE: weakref.WeakSet[LiveGraph] = weakref.WeakSet()
 _said: set[str] = set()
 
 

@@ -27,10 +27,6 @@ class CaptureError(SparsePCGError):
     """A piece cannot be captured: a host sync inside it, an unstable alias, or the graph device refused."""
 
 
-class SplitError(SparsePCGError):
-    """The graph cannot be split as asked."""
-
-
 def note(error: BaseException, text: str) -> None:
     """Attach where ``error`` happened (piece, op, source line, bucket) without changing its type."""
     if hasattr(error, "add_note"):  # Python 3.11

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .errors import CaptureError
+from .errors import CaptureError, OptionError
 from .memory import Pool, StableOutputs, storage_ptr, view_like
 
 
@@ -155,7 +155,7 @@ def device_for(mode: str, tensors: Sequence[Any]) -> GraphDevice | None:
         return None
     cuda = next((t.device for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda), None)
     if mode == "cuda" and cuda is None:
-        raise CaptureError("option 'graphs': 'cuda' was asked for, but no input is on a CUDA device")
+        raise OptionError("option 'graphs': got 'cuda', accepted where an input is on a CUDA device; none is")
     if cuda is not None and mode in ("auto", "cuda"):
         return CudaDevice(cuda)
     return EmulatedDevice()

@@ -53,7 +53,12 @@ class Options:
             _refuse("compiler", self.compiler, " or ".join(map(repr, COMPILERS)))
         if self.graphs not in GRAPHS:
             _refuse("graphs", self.graphs, ", ".join(map(repr, GRAPHS)))
-        if isinstance(self.cut_ops, (str, bytes)) or not all(isinstance(n, str) for n in self.cut_ops):
+        names = self.cut_ops
+        if (
+            isinstance(names, (str, bytes))
+            or not hasattr(names, "__iter__")
+            or not all(isinstance(n, str) for n in names)
+        ):
             _refuse("cut_ops", self.cut_ops, "a sequence of op names such as 'ns::op'")
         object.__setattr__(self, "cut_ops", tuple(self.cut_ops))
         for name in ("short_graphs", "static_outputs", "strict", "debug_checks"):

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from .counters import COUNTS
 from .errors import CaptureError, note
 from .graphs import GraphDevice
-from .memory import Pool, StableOutputs, storage_ptr
+from .memory import Pool, StableOutputs
 from .split import CUT, HOST, LIVE, PIECE
 
 
@@ -54,10 +54,13 @@ class Step:
     def store(self, result: Any, values: list[Any]) -> None:
         """Put the parts of a result where later steps look for them."""
         for index, path in self.outputs:
-            part = result
-            for i in path:
-                part = part[i]
-            values[index] = part
+            values[index] = _part(result, path)
+
+
+def _part(result: Any, path: tuple[int, ...]) -> Any:
+    for i in path:
+        result = result[i]
+    return result
 
 
 @dataclass
@@ -175,20 +178,11 @@ class _LiveStep:
             values[index] = part if stable is None else stable
 
     def _parts(self, result: Any) -> list[Any]:
-        parts = []
-        for _, path in self._fixed:
-            part = result
-            for i in path:
-                part = part[i]
-            parts.append(part)
-        return parts
+        return [_part(result, path) for _, path in self._fixed]
 
     def _store_moving(self, result: Any) -> None:
         for index, path in self._moving:
-            part = result
-            for i in path:
-                part = part[i]
-            self.values[index] = part
+            self.values[index] = _part(result, path)
 
     def __call__(self) -> None:
         args, kwargs = self.step.bind(self.values)
@@ -258,8 +252,3 @@ def _record_cut(
             note(error, f"while capturing {where}")
             raise
     plan._outputs = program.outputs
-
-
-def storages(values: Sequence[Any]) -> set[int]:
-    """Addresses of the storages of the tensors among ``values``."""
-    return {storage_ptr(v) for v in values if isinstance(v, torch.Tensor)} - {0}

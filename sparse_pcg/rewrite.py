@@ -8,7 +8,7 @@ torch.Size crosses a cut); grad-mode switches go, since everything runs without 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -79,16 +79,13 @@ def is_cut(node: fx.Node, named: frozenset[Any]) -> bool:
     return overload is not None and (overload in named or torch.Tag.cudagraph_unsafe in overload.tags)
 
 
-def rewrite(gm: fx.GraphModule, fake_mode: FakeTensorMode, whole: Mapping[str, str] | None = None) -> list[BoundInput]:
-    """Rewrite ``gm`` in place; returns the inputs that were appended to its placeholders, in order.
-
-    whole: composites to leave whole (and cut), by name with the reason.
-    """
+def rewrite(gm: fx.GraphModule, fake_mode: FakeTensorMode) -> list[BoundInput]:
+    """Rewrite ``gm`` in place; returns the inputs that were appended to its placeholders, in order."""
     bound: list[BoundInput] = []
     _drop_grad_mode(gm.graph)
     _constants_to_inputs(gm, fake_mode, bound)
     _sizes_to_symbols(gm.graph)
-    _decompose(gm.graph, fake_mode, bound, whole or {})
+    _decompose(gm.graph, fake_mode, bound)
     gm.graph.lint()
     gm.recompile()
     return bound
@@ -209,7 +206,7 @@ def _from_context(name: str, layer_id: int | None) -> torch.Tensor:
     return context.tensor(name, layer_id)
 
 
-def _decompose(graph: fx.Graph, fake_mode: FakeTensorMode, bound: list[BoundInput], whole: Mapping[str, str]) -> None:
+def _decompose(graph: fx.Graph, fake_mode: FakeTensorMode, bound: list[BoundInput]) -> None:
     tracer = fx.proxy.GraphAppendingTracer(graph)
     bind = _GraphBind(graph, tracer, fake_mode, bound)
     progress = True
@@ -217,7 +214,7 @@ def _decompose(graph: fx.Graph, fake_mode: FakeTensorMode, bound: list[BoundInpu
         progress = False
         for node in list(graph.nodes):
             op = op_of(overload_of(node)) if node.op == "call_function" else None
-            if op is None or op.decompose is None or op.name in whole:
+            if op is None or op.decompose is None:
                 continue
             context = current_context()
             if context is None or context.metadata is None:

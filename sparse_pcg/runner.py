@@ -16,7 +16,7 @@ from custom_ops._register import debug_checks
 from custom_ops.batch_metadata import ROW_BUFFERS, BatchMetadata, ForwardContext, use_context
 
 from . import session
-from .backend import sparse_pcg
+from .backend import OwnBackend
 from .batch import Batch, HostBatch, check_batch, dummy, fill
 from .buckets import bucket_for
 from .compiled_graph import CompiledGraph
@@ -98,7 +98,8 @@ class PrefillRunner:
         self._addresses: dict[str, int] = {}
         self._lock = threading.RLock()
         session.RESETTABLE.add(self)
-        self._compiled = torch.compile(model, backend=sparse_pcg, fullgraph=True, options=self.options.to_dict())
+        # A backend of its own: caches, layout and pool of another runner of the same model class are not this one's.
+        self._compiled = torch.compile(model, backend=OwnBackend(), fullgraph=True, options=self.options.to_dict())
 
     # Capture.
 
@@ -145,7 +146,7 @@ class PrefillRunner:
         """Run the compiled model on ``rows`` rows; returns its graph, its flat inputs and where the result is."""
         seen: list[tuple[CompiledGraph, list[Any], list[Any]]] = []
         with session.watching(lambda graph, inputs, outputs: seen.append((graph, inputs, outputs))):
-            result = self._compiled(**self._row_arguments(metadata, rows, mark=True))
+            result = self._call_compiled(metadata, rows)
         if len(seen) != 1:
             raise SparsePCGError(f"the model must be one graph, Dynamo called {len(seen)}")
         graph, inputs, outputs = seen[0]
@@ -166,6 +167,13 @@ class PrefillRunner:
         if mode not in MODES:
             raise ValueError(f"mode: must be one of {MODES}, got {mode!r}")
         host = check_batch(batch, self.kv.num_pages, self.options.debug_checks)
+        longest = getattr(self.model.config, "max_positions", host.max_kv_len)
+        if host.max_kv_len > longest:
+            raise ValueError(
+                f"batch: prefix + new must be at most the model's {longest} positions, got {host.max_kv_len}"
+            )
+        if self.options.graphs == "off" and mode == "replay":
+            mode = "uncaptured"
         with self._lock, _no_grad(), debug_checks(self.options.debug_checks):
             if host.rows == 0:
                 return self._empty()
@@ -238,6 +246,11 @@ class PrefillRunner:
             return self.model(**self._row_arguments(metadata, host.rows), **_embeds(batch))
         rows = min(max(bucket or host.rows, 2), metadata.positions.shape[0])  # one row would be a graph of its own
         with session.watching(lambda graph, inputs, outputs: None):
+            return self._call_compiled(metadata, rows)
+
+    def _call_compiled(self, metadata: BatchMetadata, rows: int) -> torch.Tensor:
+        # Dynamo counts what it compiled per code object: every runner of one model class adds to it.
+        with torch._dynamo.config.patch(recompile_limit=64):
             return self._compiled(**self._row_arguments(metadata, rows, mark=True))
 
     def verify(self) -> Verification:

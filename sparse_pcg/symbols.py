@@ -60,19 +60,21 @@ def symbol_sources(placeholders: list[fx.Node], analysis: Analysis) -> dict[Any,
 
 def row_symbol(
     placeholders: list[fx.Node], analysis: Analysis, moving: list[int], declared: tuple[int, int] | None
-) -> Any:
-    """The symbol of the token dim: the first symbolic size of the first argument that has one.
+) -> tuple[Any, int]:
+    """The symbol of the token dim, or (None, its size) where that is fixed.
 
-    declared: position and dim of the argument that counts tokens, where the caller said so; None if its size is fixed.
+    declared: position and dim of the argument that counts tokens, where the caller said so. Else it is the first
+    symbolic size of the first argument that has one.
     """
     if declared is not None:
         size = analysis.values[placeholders[declared[0]]].shape[declared[1]]
-        return size.node.expr if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol else None
+        symbolic = isinstance(size, torch.SymInt) and size.node.expr.is_Symbol
+        return (size.node.expr, 0) if symbolic else (None, int(size) if isinstance(size, int) else 0)
     for i in moving:
         for size in analysis.values[placeholders[i]].shape:
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol:
-                return size.node.expr
-    return None
+                return size.node.expr, 0
+    return None, 0
 
 
 def row_reader(rows: Any, sources: dict[Any, Callable[[Sequence[Any]], int]]) -> Callable[[Sequence[Any]], int] | None:

@@ -220,6 +220,46 @@ class TestMovedStatics:
             assert frozen == (after.captures == before.captures)
 
 
+def test_instances_of_one_class_each_replay_their_own_graphs() -> None:
+    """Dynamo runs one graph for all of them; what was captured for one must serve that one, by turns."""
+    modules = [Toy(layers=2) for _ in range(3)]
+    references = copy.deepcopy(modules)
+    fns = [compiled(m) for m in modules]
+    with torch.no_grad():
+        before = sparse_pcg.stats()
+        for seed in range(6):
+            for module, fn, reference in zip(modules, fns, references, strict=True):
+                check(module, fn, reference, *inputs(8, seed=seed))
+    assert sparse_pcg.stats().replays - before.replays == 3 * 4
+    sparse_pcg.freeze()
+    with torch.no_grad(), sparse_pcg.stats().expect(fallbacks={}, replays=3):
+        for module, fn, reference in zip(modules, fns, references, strict=True):
+            check(module, fn, reference, *inputs(8, seed=9))
+
+
+def test_what_was_traced_while_frozen_is_captured_after_reset() -> None:
+    module = Toy(layers=1)
+    reference = copy.deepcopy(module)
+    fn = compiled(module)
+    sparse_pcg.record(lambda x: x + 1, torch.zeros(2))  # another kind of live graph
+    sparse_pcg.freeze()
+    with torch.no_grad():
+        with sparse_pcg.stats().expect(fallbacks={"recompile": 4}, captures=0):
+            for seed, rows in enumerate([8, 4, 8, 4]):
+                check(module, fn, reference, *inputs(rows, seed=seed))
+        sparse_pcg.reset()
+        for seed, rows in enumerate([8, 4, 8, 4, 8, 4]):
+            check(module, fn, reference, *inputs(rows, seed=seed))
+    assert sparse_pcg.stats().replays > 0 and not sparse_pcg.stats().fallbacks
+
+
+def test_methods_that_return_the_module_return_the_compiled_one() -> None:
+    fn = sparse_pcg.compile(Toy(layers=1), capture_sizes=SIZES, compiler="eager")
+    assert fn.eval() is fn and fn.requires_grad_(False) is fn and not fn.training
+    assert len(fn.state_dict()) == 3
+    assert not hasattr(copy.copy(fn), "nothing")
+
+
 def test_reset_drops_models_and_memory_and_modules_go_on() -> None:
     module = Toy()
     reference = copy.deepcopy(module)
@@ -445,6 +485,8 @@ class TestOptions:
             ({"strict": 1}, "strict"),
             ({"workspace_bytes": 0}, "workspace_bytes"),
             ({"cut_ops": "toy::mix_into"}, "cut_ops"),
+            ({"cut_ops": 3}, "cut_ops"),
+            ({"graphs": "cuda"}, "graphs"),
         ],
     )
     def test_a_bad_one_is_named_at_the_first_call(self, options: dict[str, Any], named: str) -> None:
