@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Iterator
 from dataclasses import replace
@@ -171,6 +172,7 @@ class TestBadBatches:
             ({"prefix_lens": [-1]}, r"prefix_lens\[0\]"),
             ({"prefix_lens": [60]}, "page_table has 1 pages"),
             ({"prefix_lens": [0, 0]}, "prefix_lens"),
+            ({"prefix_lens": [9000], "page_table": torch.ones(1, 200, dtype=torch.int32)}, "positions"),
             ({"input_ids": torch.zeros(8, dtype=torch.int32)}, "input_ids"),
             ({"page_table": torch.zeros(1, 1, dtype=torch.int32)}, "page 0"),
             ({"page_table": torch.full((1, 1), 24, dtype=torch.int32)}, "1 to 23"),
@@ -249,6 +251,30 @@ class TestOwnRunner:
         torch._dynamo.reset()
         gc.collect()
         assert alive() is None
+
+    def test_runners_of_one_model_class_share_nothing(self) -> None:
+        """Another pool size and layout, and both served at once from threads of their own."""
+        one, kv_one = build(capture_sizes=(8,))
+        model = DSAModel(CONFIG, dtype=torch.float32, seed=4)
+        kv_two = PagedKV(CONFIG.num_layers, 12, "fp8_packed", index_layers=CONFIG.index_layers)
+        two = sparse_pcg.PrefillRunner(model, kv_two, one.options)
+        one.capture(progress=False)
+        two.capture(progress=False)
+        assert not {id(g) for g in one.graphs()} & {id(g) for g in two.graphs()}
+        differ: list[int] = []
+
+        def serve(runner: sparse_pcg.PrefillRunner, kv: PagedKV, seed: int) -> None:
+            with kv.request() as request:
+                batch = batch_of([(request, 8)], seed)
+                want = runner.forward(batch, "uncaptured").hidden
+                differ.extend(seed for _ in range(25) if not same(runner.forward(batch).hidden, want))
+
+        threads = [threading.Thread(target=serve, args=a) for a in ((one, kv_one, 1), (two, kv_two, 2))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not differ
 
     def test_two_runners_with_the_same_layer_ids(self) -> None:
         one, kv_one = build(capture_sizes=(8,))
