@@ -15,6 +15,7 @@ from sparse_pcg.models import DSAModel, ModelConfig, Yarn, preset
 from sparse_pcg.models.dsa import Attention
 from sparse_pcg.models.moe import experts_dense, experts_grouped, route
 from sparse_pcg.models.rope import cos_sin_cache
+from sparse_pcg.verification import closeness
 
 TINY = preset("tiny")
 TOPK = TINY.index_topk
@@ -256,7 +257,8 @@ def test_on_the_gpu_short_rows_equal_dense_attention(layout):
     prompt = tokens(TOPK)
     got = serve(model, prompt, layout=layout, dtype=torch.bfloat16, device="cuda")
     expected, _ = reference(model, prompt)
-    assert distance(got.cpu(), expected) < 3e-2
+    middle, close = closeness(got.cpu(), expected.bfloat16())  # a last bit may tip the choice of an expert
+    assert close and middle < 3e-2
 
 
 # --- the same prompt served in other ways -----------------------------------------------------------------

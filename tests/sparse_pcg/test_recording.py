@@ -100,7 +100,9 @@ def adjacent(x: torch.Tensor) -> Any:
 
 
 def allocating(x: torch.Tensor) -> Any:
-    return torch.full((3,), 2.0), torch.arange(4), torch.zeros_like(x).add_(x), torch.ones(2) * x[0, 0]
+    where = {"device": x.device}
+    filled, counted, ones = torch.full((3,), 2.0, **where), torch.arange(4, **where), torch.ones(2, **where)
+    return filled, counted, torch.zeros_like(x).add_(x), ones * x[0, 0]
 
 
 CASES: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[torch.Tensor, ...]], int, int]] = {
