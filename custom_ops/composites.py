@@ -12,14 +12,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from custom_ops._checks import FLOATS, check_tensor
-from custom_ops._register import define
-from custom_ops.batch_metadata import ContextBind, current_context
+from custom_ops._checks import FLOATS, check_range, check_tensor
+from custom_ops._register import define, require
+from custom_ops.batch_metadata import PAGE, ContextBind, current_context
 from custom_ops.index_cache import HEAD_DIM
-from custom_ops.indexer import check_cut, live_context
+from custom_ops.indexer import check_cut, check_index_context, check_selection, live_context
+from custom_ops.layernorm import check_affine
+from custom_ops.mla_cache import check_latent_cache, check_layout
+from custom_ops.rope import check_positions
 from custom_ops.sparse_mla import LATENT, ROPE
 
 SOFTMAX_SCALE = HEAD_DIM**-0.5
+
+
+# A composite checks all that its parts will: what a part refused after the store would leave the store done.
+def _check_stored_rows(op: str, name: str, rows: int, slots: torch.Tensor, pool: int) -> None:
+    """The batch has a slot for each row of the argument ``name``, under ``debug_checks`` one inside the pool."""
+    require(rows <= slots.shape[0], op, name, f"of at most {slots.shape[0]} rows, as the batch's buffers are", rows)
+    check_range(op, "slots", slots[:rows], 0, pool)
+
+
+def _check_index_store(op: str, name: str, layer_id: int, argument: torch.Tensor) -> None:
+    rows = argument.shape[0]
+    check_index_context(op, layer_id, rows, argument.device)
+    context = live_context()
+    if context is not None:
+        pool = context.tensor("index_k", layer_id).shape[0] * PAGE
+        _check_stored_rows(op, name, rows, context.tensor("slots"), pool)
 
 
 def _decompose_store(bind: Any, layer_id: int, key: Any, q_fp8: Any, weights: Any, topk_result: Any) -> None:
@@ -51,6 +70,7 @@ def _check_store(
         (q_fp8.shape[0], HEAD_DIM),
         q_fp8.device,
     )
+    _check_index_store(op, "key", layer_id, key)
 
 
 def _fake_store(
@@ -135,16 +155,19 @@ def _check_prefill(
     round_scale: bool,
     topk_result: torch.Tensor,
 ) -> None:
-    op, dtype, device = "indexer_prefill", x.dtype, x.device
+    op = "indexer_prefill"
     check_tensor(op, "x", x, FLOATS, (None, None))
-    rows, hidden = x.shape
+    (rows, hidden), dtype, device = x.shape, x.dtype, x.device
     check_tensor(op, "q_lora", q_lora, dtype, (rows, None), device)
-    check_tensor(op, "positions", positions, torch.int64, (rows,), device)
-    check_tensor(op, "weights_proj", weights_proj, (dtype, torch.float32), (None, hidden), device)
+    check_positions(op, x, positions, cos_sin_cache, ROPE)
+    check_tensor(op, "weights_proj", weights_proj, dtype, (None, hidden), device)
     heads = weights_proj.shape[0]
+    require(1 <= heads <= 128, op, "weights_proj", "of 1 to 128 heads", heads)
     check_tensor(op, "wq_b", wq_b, dtype, (heads * HEAD_DIM, q_lora.shape[1]), device)
     check_tensor(op, "wk", wk, dtype, (HEAD_DIM, hidden), device)
-    check_tensor(op, "topk_result", topk_result, torch.int32, (rows, None), device, contiguous=True)
+    check_affine(op, x, k_norm_weight, k_norm_bias, HEAD_DIM, prefix="k_norm_")
+    check_selection(op, "topk_result", topk_result, rows, device)
+    _check_index_store(op, "x", layer_id, x)
 
 
 def _fake_prefill(layer_id: int, x: torch.Tensor, *args: Any) -> None:
@@ -217,17 +240,26 @@ def _check_attention(
     sm_scale: float,
     out: torch.Tensor,
 ) -> None:
-    op, dtype, device = "mla_attention", q_nope.dtype, q_nope.device
+    op = "mla_attention"
     check_tensor(op, "q_nope", q_nope, FLOATS, (None, None, None))
-    rows, heads, nope = q_nope.shape
+    (rows, heads, nope), dtype, device = q_nope.shape, q_nope.dtype, q_nope.device
+    require(1 <= heads <= 128, op, "q_nope", "of 1 to 128 heads", heads)
     check_tensor(op, "q_rope", q_rope, dtype, (rows, heads, ROPE), device)
     check_tensor(op, "k_nope", k_nope, dtype, (rows, LATENT), device)
     check_tensor(op, "k_rope", k_rope, dtype, (rows, ROPE), device)
     check_tensor(op, "w_kc", w_kc, dtype, (heads, nope, LATENT), device)
     check_tensor(op, "w_vc", w_vc, dtype, (heads, LATENT, None), device)
-    check_tensor(op, "positions", positions, torch.int64, (rows,), device)
-    check_tensor(op, "topk", topk, torch.int32, (rows, None), device, contiguous=True)
+    check_positions(op, q_rope, positions, cos_sin_cache, ROPE)
+    check_selection(op, "topk", topk, rows, device)
     check_tensor(op, "out", out, dtype, (rows, heads, w_vc.shape[2]), device)
+    context = live_context()
+    if context is not None:
+        check_layout(op, context.kv_layout, "kv_layout")
+        cache = context.tensor("latent_kv", layer_id)
+        check_latent_cache(op, cache, context.kv_layout, device, f"latent_kv[{layer_id}]")
+        _check_stored_rows(op, "q_nope", rows, context.tensor("slots"), cache.shape[0])
+        check_range(op, "topk", topk, -1, cache.shape[0])
+        check_range(op, "select_lens", context.tensor("select_lens")[:rows], 0, topk.shape[1] + 1)
 
 
 def _fake_attention(layer_id: int, q_nope: torch.Tensor, *args: Any) -> None:
@@ -253,6 +285,7 @@ def k_cache_and_topk_result(
 
     key: [T, 128] bfloat16, float16 or float32, with RoPE (and the rotation, where the model has one) applied.
     The rest as in ``indexer_topk``. Without a context or a batch nothing is stored and every row gets -1.
+    Errors are those of ``indexer_topk``, for the caches of the context too, before anything is written.
     """
     return torch.ops.sparse_pcg.k_cache_and_topk_result(layer_id, key, q_fp8, weights, topk_result)
 
@@ -283,6 +316,8 @@ def indexer_prefill(
     cos_sin_cache: float32 [positions, 64]. interleaved: RoPE pairs are neighbours, else halves. hadamard:
     rotate q and K. round_scale: FP8 scales are rounded up to powers of two. topk_result: int32 [T, k],
     written. Without a context or a batch nothing is stored and every row gets -1.
+    x, q_lora, wq_b, wk and weights_proj have one dtype, H is at most 128. Errors are those of
+    ``indexer_topk`` and name this operator's arguments or the context's; nothing is written before.
     """
     return torch.ops.sparse_pcg.indexer_prefill(
         layer_id,
@@ -328,7 +363,9 @@ def mla_attention(
     cos/sin cache have one dtype. Cache, slots and lengths come from the current forward context
     (``latent_kv[layer_id]``, its layout from ``kv_layout``). Without a context or a batch nothing is
     stored and ``out`` is zeroed.
-    Raises ValueError naming the argument for a wrong dtype, shape or device.
+    H is at most 128. Raises ValueError naming the argument, or the cache or layout of the context, for a wrong
+    dtype, shape, layout or device, with ``debug_checks()`` also for slots outside the cache; KeyError for a
+    layer that the context does not know. Nothing is written before.
     """
     return torch.ops.sparse_pcg.mla_attention(
         layer_id,

@@ -96,11 +96,11 @@ def _gather_kernel(
     tl.store(k_scale + row, scale, mask=inside)
 
 
-def check_pages(op: str, cache: torch.Tensor, device: torch.device) -> None:
-    """cache: uint8 [pages, 8448], contiguous, 16-byte aligned, on ``device``."""
-    check_tensor(op, "cache", cache, torch.uint8, (None, PAGE_BYTES), device, contiguous=True)
+def check_pages(op: str, cache: torch.Tensor, device: torch.device, name: str = "cache") -> None:
+    """cache, called ``name``: uint8 [pages, 8448], contiguous, 16-byte aligned, on ``device``."""
+    check_tensor(op, name, cache, torch.uint8, (None, PAGE_BYTES), device, contiguous=True)
     aligned = cache.data_ptr() % 16 == 0
-    require(aligned, op, "cache", "16-byte aligned", f"an address {cache.data_ptr() % 16} bytes off")
+    require(aligned, op, name, "16-byte aligned", f"an address {cache.data_ptr() % 16} bytes off")
 
 
 def check_slots(op: str, slots: torch.Tensor, rows: int, pool: int, device: torch.device) -> None:

@@ -14,11 +14,11 @@ import triton
 import triton.language as tl
 
 from custom_ops import vendor
-from custom_ops._checks import E4M3, check_tensor
+from custom_ops._checks import check_range, check_tensor, check_used_pages
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, current_context
-from custom_ops.index_cache import HEAD_DIM
-from custom_ops.mqa_logits import PAGED_MQA_LOGITS
+from custom_ops.index_cache import HEAD_DIM, check_pages
+from custom_ops.mqa_logits import PAGED_MQA_LOGITS, check_queries
 from custom_ops.mqa_logits_kernels import launch_paged_mqa_logits
 from custom_ops.topk import TOPK_SLOTS, launch_topk, slots_of_positions
 
@@ -204,18 +204,39 @@ def indexer_topk_short(
 
 
 def check_cut(op: str, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor) -> None:
-    check_tensor(op, "q_fp8", q_fp8, E4M3, (None, None, HEAD_DIM), contiguous=True)
-    rows, heads = q_fp8.shape[:2]
-    shape = (rows, heads) if weights.dim() == 2 else (rows, heads, 1)
-    check_tensor(op, "weights", weights, torch.float32, shape, q_fp8.device, contiguous=True)
-    check_tensor(op, "topk_result", topk_result, torch.int32, (rows, None), q_fp8.device, contiguous=True)
-    require(topk_result.shape[1] >= 1, op, "topk_result", "of at least 1 column", list(topk_result.shape))
+    """The arguments of the cut: queries, their weights, the selection."""
+    check_queries(op, q_fp8, weights)
+    check_selection(op, "topk_result", topk_result, q_fp8.shape[0], q_fp8.device)
+
+
+def check_selection(op: str, name: str, selection: torch.Tensor, rows: int, device: torch.device) -> None:
+    """int32 [rows, at least 1], contiguous, on ``device``."""
+    check_tensor(op, name, selection, torch.int32, (rows, None), device, contiguous=True)
+    require(selection.shape[1] >= 1, op, name, "of at least 1 column", list(selection.shape))
+
+
+def check_index_context(op: str, layer_id: int, rows: int, device: torch.device) -> None:
+    """Where there is a batch: the layer's index-K cache, and under ``debug_checks`` what the rows read of it.
+
+    Raises KeyError for a layer that the context does not know.
+    """
+    context = live_context()
+    if context is None or context.metadata is None:
+        return
+    cache, metadata = context.tensor("index_k", layer_id), context.metadata
+    check_pages(op, cache, device, f"index_k[{layer_id}]")
+    valid = min(rows, metadata.num_rows)
+    requests, lens, table = metadata.request_of_row[:valid], metadata.kv_lens[:valid], metadata.page_table
+    check_range(op, "request_of_row", requests, 0, table.shape[0])
+    check_range(op, "kv_lens", lens, 0, min(table.shape[1] * PAGE, metadata.max_kv_len) + 1)
+    check_used_pages(op, table, requests, lens, cache.shape[0])
 
 
 def _check_indexer_topk(
     layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
 ) -> None:
     check_cut("indexer_topk", q_fp8, weights, topk_result)
+    check_index_context("indexer_topk", layer_id, q_fp8.shape[0], q_fp8.device)
 
 
 def _fake_indexer_topk(
@@ -250,7 +271,7 @@ def indexer_topk(
     current forward context's metadata; K comes from its ``index_k[layer_id]``. Rows go in chunks whose logits
     fit the context's ``workspace_bytes`` (one row at least); the result does not depend on the chunking.
     Without a context or a batch every row gets -1.
-    Raises ValueError naming the argument for a wrong dtype, shape, stride or device, KeyError for a layer
-    that the context does not know.
+    Raises ValueError naming the argument for a wrong dtype, shape, stride or device, with ``debug_checks()``
+    also for pages outside the cache; KeyError for a layer that the context does not know.
     """
     return torch.ops.sparse_pcg.indexer_topk(layer_id, q_fp8, weights, topk_result)

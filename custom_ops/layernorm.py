@@ -62,12 +62,16 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, eps
 
 
 def check_affine(
-    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int
+    op: str, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, width: int, prefix: str = ""
 ) -> None:
-    """weight and, where given, bias: [width], contiguous, float32 or x's dtype, on x's device."""
+    """weight and, where given, bias: [width], contiguous, float32 or x's dtype, on x's device.
+
+    prefix: of the two arguments' names.
+    """
+    # The dispatcher lets None pass for a tensor.
     for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            check_tensor(op, name, tensor, (torch.float32, x.dtype), (width,), x.device, contiguous=True)
+        if tensor is not None or name == "weight":
+            check_tensor(op, prefix + name, tensor, (torch.float32, x.dtype), (width,), x.device, contiguous=True)
 
 
 def layernorm_reference(

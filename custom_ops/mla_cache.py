@@ -82,17 +82,23 @@ def _store_kernel(
         tl.store(rotated + slot[:, None] * 576 + 512 + dim, y.to(rotated.dtype.element_ty), mask=mask)
 
 
-def check_latent_cache(op: str, cache: torch.Tensor, layout: str, device: torch.device) -> None:
-    """A contiguous, 16-byte aligned [slots, row] cache of ``layout`` on ``device``."""
-    require(layout in LAYOUTS, op, "layout", f"one of {', '.join(LAYOUTS)}", layout)
+def check_layout(op: str, layout: str, name: str = "layout") -> None:
+    """A layout of a latent KV cache, called ``name``."""
+    require(layout in LAYOUTS, op, name, f"one of {', '.join(LAYOUTS)}", layout)
+
+
+def check_latent_cache(
+    op: str, cache: torch.Tensor, layout: str, device: torch.device, name: str = "cache"
+) -> None:
+    """A contiguous, 16-byte aligned [slots, row] cache of ``layout``, called ``name``, on ``device``."""
     dtypes, width = {
         "bf16": (FLOATS, LATENT + ROPE),
         "fp8_packed": ((torch.uint8,), PACKED_BYTES),
         "fp8": ((E4M3,), LATENT + ROPE),
     }[layout]
-    check_tensor(op, "cache", cache, dtypes, (None, width), device, contiguous=True)
+    check_tensor(op, name, cache, dtypes, (None, width), device, contiguous=True)
     aligned = cache.data_ptr() % 16 == 0
-    require(aligned, op, "cache", "16-byte aligned", f"an address {cache.data_ptr() % 16} bytes off")
+    require(aligned, op, name, "16-byte aligned", f"an address {cache.data_ptr() % 16} bytes off")
 
 
 def _check(
@@ -105,6 +111,7 @@ def _check(
 ) -> None:
     check_tensor(op, "k_nope", k_nope, FLOATS, (None, LATENT))
     check_tensor(op, "k_rope", k_rope, k_nope.dtype, (k_nope.shape[0], ROPE), k_nope.device)
+    check_layout(op, layout)
     check_latent_cache(op, cache, layout, k_nope.device)
     check_slots(op, slots, k_nope.shape[0], cache.shape[0], k_nope.device)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from custom_ops import vendor
-from custom_ops._checks import E4M3, check_range, check_tensor
+from custom_ops._checks import E4M3, check_range, check_table, check_tensor, check_used_pages
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE
 from custom_ops.index_cache import HEAD_DIM, check_pages
@@ -92,7 +92,8 @@ def paged_mqa_logits_reference(
 # --- checks, fakes ------------------------------------------------------------------------------------------
 
 
-def _check_queries(op: str, q_fp8: torch.Tensor, weights: torch.Tensor) -> None:
+def check_queries(op: str, q_fp8: torch.Tensor, weights: torch.Tensor) -> None:
+    """q_fp8: e4m3 [T, 1 to 128 heads, 128]. weights: float32 [T, H] or [T, H, 1]. Both contiguous."""
     check_tensor(op, "q_fp8", q_fp8, E4M3, (None, None, HEAD_DIM), contiguous=True)
     rows, heads = q_fp8.shape[:2]
     require(1 <= heads <= 128, op, "q_fp8", "of 1 to 128 heads", heads)
@@ -108,8 +109,9 @@ def _check_ragged(
     starts: torch.Tensor,
     ends: torch.Tensor,
 ) -> None:
-    op, rows, device = "mqa_logits", q_fp8.shape[0], q_fp8.device
-    _check_queries(op, q_fp8, weights)
+    op = "mqa_logits"
+    check_queries(op, q_fp8, weights)
+    rows, device = q_fp8.shape[0], q_fp8.device
     check_tensor(op, "k_fp8", k_fp8, E4M3, (None, HEAD_DIM), device, contiguous=True)
     check_tensor(op, "k_scale", k_scale, torch.float32, (k_fp8.shape[0],), device, contiguous=True)
     check_tensor(op, "starts", starts, torch.int32, (rows,), device, contiguous=True)
@@ -127,19 +129,13 @@ def _check_paged(
     page_table: torch.Tensor,
     max_kv_len: int,
 ) -> None:
-    op, rows, device = "paged_mqa_logits", q_fp8.shape[0], q_fp8.device
-    _check_queries(op, q_fp8, weights)
+    op = "paged_mqa_logits"
+    check_queries(op, q_fp8, weights)
+    rows, device = q_fp8.shape[0], q_fp8.device
     check_pages(op, cache, device)
     check_tensor(op, "kv_lens", kv_lens, torch.int32, (rows,), device, contiguous=True)
     check_tensor(op, "request_of_row", request_of_row, torch.int32, (rows,), device, contiguous=True)
-    check_tensor(op, "page_table", page_table, torch.int32, (None, None), device)
-    require(
-        page_table.stride(1) == 1 or page_table.shape[1] <= 1,
-        op,
-        "page_table",
-        "contiguous along pages",
-        page_table.stride(),
-    )
+    check_table(op, page_table, device)
     require(
         0 <= max_kv_len <= page_table.shape[1] * PAGE,
         op,
@@ -149,6 +145,7 @@ def _check_paged(
     )
     check_range(op, "kv_lens", kv_lens, 0, max_kv_len + 1)
     check_range(op, "request_of_row", request_of_row, 0, page_table.shape[0])
+    check_used_pages(op, page_table, request_of_row, kv_lens, cache.shape[0])
 
 
 def _fake_ragged(
@@ -255,7 +252,7 @@ def paged_mqa_logits(
     Returns float32 [T, max_kv_len], contiguous; column p is position p of the row's request, undefined from
     the row's kv_len on.
     Raises ValueError naming the argument for a wrong dtype, shape, stride or device; with ``debug_checks()``
-    also for lengths and requests out of range.
+    also for lengths and requests out of range and for pages outside the cache.
     """
     return torch.ops.sparse_pcg.paged_mqa_logits(
         q_fp8, cache, weights, kv_lens, request_of_row, page_table, max_kv_len

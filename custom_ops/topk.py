@@ -12,11 +12,12 @@ import triton
 import triton.language as tl
 
 from custom_ops import vendor
-from custom_ops._checks import check_range, check_tensor
+from custom_ops._checks import check_range, check_table, check_tensor, check_used_pages
 from custom_ops._register import Provider, debug_checks_on, define, require
 from custom_ops.batch_metadata import PAGE
 
 _INT_MIN = -(2**31)
+_MAX_PAGES = 2**31 // PAGE  # a slot is an int32
 
 
 def order_keys(logits: torch.Tensor) -> torch.Tensor:
@@ -279,16 +280,10 @@ def _check_slots(
     check_tensor(
         op, "request_of_row", request_of_row, torch.int32, (logits.shape[0],), logits.device, contiguous=True
     )
-    check_tensor(op, "page_table", page_table, torch.int32, (None, None), logits.device)
-    require(
-        page_table.stride(1) == 1 or page_table.shape[1] <= 1,
-        op,
-        "page_table",
-        "contiguous along pages",
-        page_table.stride(),
-    )
+    check_table(op, page_table, logits.device)
     check_range(op, "request_of_row", request_of_row, 0, page_table.shape[0])
     check_range(op, "lengths", lengths, 0, page_table.shape[1] * PAGE + 1)
+    check_used_pages(op, page_table, request_of_row, lengths, _MAX_PAGES)
 
 
 def _fake_indices(logits: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, k: int) -> torch.Tensor:
@@ -392,6 +387,6 @@ def topk_slots(
         in slot page_table[b, p // 64] * 64 + p % 64.
     Returns int32 [T, k], contiguous: slots in ascending order of position, then -1.
     Raises ValueError as ``topk_indices`` does; with ``debug_checks()`` also for a request outside the page
-    table.
+    table and for pages whose slots no int32 holds.
     """
     return torch.ops.sparse_pcg.topk_slots(logits, starts, lengths, request_of_row, page_table, k)

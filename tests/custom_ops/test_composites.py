@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 import torch.fx as fx
 
 import custom_ops
-from custom_ops._register import OPS
+from custom_ops._register import OPS, debug_checks
 from custom_ops.batch_metadata import BatchMetadata, ContextBind, ForwardContext, use_context
 from tests.custom_ops import strategies as s
 from tests.custom_ops.batches import batch, index_pool
@@ -224,27 +226,108 @@ def test_decomposition_on_proxies_equals_the_body(name: str, layout: str) -> Non
     s.assert_bitwise(ctx.latent_kv[LAYER][1:].view(torch.uint8), other.latent_kv[LAYER][1:].view(torch.uint8))
 
 
+def bf16(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16, device=s.DEVICE)
+
+
+def int32(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32, device=s.DEVICE)
+
+
+def cut_of(heads: int) -> dict[str, torch.Tensor]:
+    q = torch.zeros(ROWS, heads, 128, device=s.DEVICE)
+    return {"q_fp8": q.to(torch.float8_e4m3fn), "weights": torch.zeros(ROWS, heads, device=s.DEVICE)}
+
+
+def indexer_of(heads: int) -> dict[str, torch.Tensor]:
+    return {"wq_b": bf16(heads * 128, 24), "weights_proj": bf16(heads, 32)}
+
+
+def attention_of(heads: int) -> dict[str, torch.Tensor]:
+    q = {"q_nope": bf16(ROWS, heads, 24), "q_rope": bf16(ROWS, heads, 64), "out": bf16(ROWS, heads, 20)}
+    return {**q, "w_kc": bf16(heads, 24, 512), "w_vc": bf16(heads, 512, 20)}
+
+
+def assert_refused(name: str, ctx: ForwardContext, args: dict[str, Any], argument: str) -> None:
+    """ValueError that names the composite and ``argument``; every cache, buffer and argument keeps its bytes."""
+    tensors = [*ctx.index_k.values(), *ctx.latent_kv.values(), *vars(ctx.metadata).values(), *args.values()]
+    before = [(t, s.as_bytes(t).clone()) for t in tensors if isinstance(t, torch.Tensor)]
+    with use_context(ctx), pytest.raises(ValueError, match=f"^{name}: {re.escape(argument)} must be"):
+        OPS[name].overload(*args.values())
+    assert all(torch.equal(s.as_bytes(t), old) for t, old in before)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "argument"),
     [
         ("k_cache_and_topk_result", {"key": torch.zeros(8, 64, device=s.DEVICE)}, "key"),
         ("k_cache_and_topk_result", {"key": torch.zeros(7, 128, device=s.DEVICE)}, "key"),
+        ("k_cache_and_topk_result", cut_of(0), "q_fp8"),
+        ("k_cache_and_topk_result", cut_of(129), "q_fp8"),
+        ("k_cache_and_topk_result", {"topk_result": int32(8, 0)}, "topk_result"),
         ("indexer_prefill", {"q_lora": torch.zeros(8, 24, device=s.DEVICE)}, "q_lora"),
-        ("indexer_prefill", {"wk": torch.zeros(64, 32, dtype=torch.bfloat16, device=s.DEVICE)}, "wk"),
-        ("indexer_prefill", {"wq_b": torch.zeros(96, 24, dtype=torch.bfloat16, device=s.DEVICE)}, "wq_b"),
-        ("mla_attention", {"q_rope": torch.zeros(8, 4, 32, dtype=torch.bfloat16, device=s.DEVICE)}, "q_rope"),
-        ("mla_attention", {"w_kc": torch.zeros(4, 16, 512, dtype=torch.bfloat16, device=s.DEVICE)}, "w_kc"),
-        ("mla_attention", {"topk": torch.zeros(8, 16, dtype=torch.int64, device=s.DEVICE)}, "topk"),
+        ("indexer_prefill", {"wk": bf16(64, 32)}, "wk"),
+        ("indexer_prefill", {"wq_b": bf16(96, 24)}, "wq_b"),
+        ("indexer_prefill", {"weights_proj": torch.zeros(HEADS, 32, device=s.DEVICE)}, "weights_proj"),
+        ("indexer_prefill", indexer_of(0), "weights_proj"),
+        ("indexer_prefill", indexer_of(129), "weights_proj"),
+        ("indexer_prefill", {"k_norm_weight": None}, "k_norm_weight"),
+        ("indexer_prefill", {"k_norm_weight": bf16(64)}, "k_norm_weight"),
+        ("indexer_prefill", {"k_norm_bias": bf16(64)}, "k_norm_bias"),
+        ("indexer_prefill", {"cos_sin_cache": torch.zeros(97, 32, device=s.DEVICE)}, "cos_sin_cache"),
+        ("indexer_prefill", {"topk_result": int32(8, 0)}, "topk_result"),
+        ("mla_attention", {"q_rope": bf16(8, 4, 32)}, "q_rope"),
+        ("mla_attention", {"w_kc": bf16(4, 16, 512)}, "w_kc"),
+        ("mla_attention", attention_of(0), "q_nope"),
+        ("mla_attention", attention_of(129), "q_nope"),
+        ("mla_attention", {"cos_sin_cache": torch.zeros(97, 32, device=s.DEVICE)}, "cos_sin_cache"),
+        ("mla_attention", {"topk": int32(8, 16).long()}, "topk"),
+        ("mla_attention", {"topk": int32(8, 0)}, "topk"),
     ],
 )
-def test_wrong_arguments(name: str, change: dict[str, torch.Tensor], argument: str) -> None:
-    ctx = context()
-    caches = [ctx.index_k[LAYER].clone(), ctx.latent_kv[LAYER].clone()]
-    args = arguments(name) | change
-    with use_context(ctx), pytest.raises(ValueError, match=f"^{name}: {argument} must be"):
-        OPS[name].overload(*args.values())
-    s.assert_bitwise(ctx.index_k[LAYER], caches[0])
-    s.assert_bitwise(ctx.latent_kv[LAYER], caches[1])
+def test_wrong_arguments(name: str, change: dict[str, Any], argument: str) -> None:
+    assert_refused(name, context(), arguments(name) | change, argument)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("k_cache_and_topk_result", "key"), ("indexer_prefill", "x"), ("mla_attention", "q_nope")],
+)
+def test_more_rows_than_the_batch_has_buffers_for(name: str, argument: str) -> None:
+    assert_refused(name, context(), arguments(name, 17), argument)
+
+
+@pytest.mark.parametrize("name", ["k_cache_and_topk_result", "indexer_prefill"])
+def test_wrong_index_cache(name: str) -> None:
+    wrong = replace(context(), index_k={LAYER: index_pool()[:, :8192].contiguous()})
+    assert_refused(name, wrong, arguments(name), "index_k[3]")
+
+
+@pytest.mark.parametrize(("cache", "layout"), [(a, b) for a in LAYOUTS for b in LAYOUTS if a != b])
+def test_latent_cache_of_another_layout(cache: str, layout: str) -> None:
+    wrong = replace(context(cache), kv_layout=layout)
+    assert_refused("mla_attention", wrong, arguments("mla_attention"), "latent_kv[3]")
+
+
+def test_unknown_layout() -> None:
+    assert_refused("mla_attention", replace(context(), kv_layout="fp4"), arguments("mla_attention"), "kv_layout")
+
+
+def test_values_are_checked_before_the_store() -> None:
+    with debug_checks():
+        for name in ("k_cache_and_topk_result", "indexer_prefill"):
+            for page in (-1, 40):
+                ctx = context()
+                assert ctx.metadata is not None
+                ctx.metadata.page_table[0, 0] = page  # of the prefix: nothing is stored there
+                assert_refused(name, ctx, arguments(name), "page_table")
+        for slot in (-2, 40 * 64):
+            args = arguments("mla_attention")
+            args["topk"][3, 2] = slot
+            assert_refused("mla_attention", context(), args, "topk")
+        for name in COMPOSITES:
+            with use_context(context()):
+                OPS[name].overload(*arguments(name).values())
 
 
 @pytest.mark.parametrize("name", COMPOSITES)

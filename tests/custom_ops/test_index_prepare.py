@@ -202,6 +202,7 @@ def test_wrong_k_arguments() -> None:
     refused({"k": args["k"][:, :64]}, "k", "[*, 128], got [5, 64]")
     refused({"k": args["k"].double()}, "k", "got torch.float64")
     refused({"weight": args["weight"][:64]}, "weight", "[128], got [64]")
+    refused({"weight": None}, "weight", "got NoneType")
     refused({"bias": args["bias"].half()}, "bias", "got torch.float16")
     refused({"positions": args["positions"][:4]}, "positions", "[5], got [4]")
     refused({"cos_sin_cache": s.rope_table(97, 32)}, "cos_sin_cache", "[*, 64], got [97, 32]")

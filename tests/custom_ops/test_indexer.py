@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 import custom_ops
-from custom_ops._register import OPS, use_provider
+from custom_ops._register import OPS, debug_checks, use_provider
 from custom_ops.batch_metadata import BatchMetadata, ForwardContext, use_context
 from custom_ops.topk import topk_slots_reference
 from tests.custom_ops import strategies as s
@@ -182,6 +182,22 @@ def test_wrong_arguments() -> None:
     refused({"topk_result": args["topk_result"][:4]}, "topk_result", "[5, *], got [4, 16]")
     refused({"topk_result": args["topk_result"][:, ::2]}, "topk_result", "contiguous")
     refused({"topk_result": args["topk_result"][:, :0]}, "topk_result", "at least 1 column")
+    for heads in (0, 129):
+        wide = {name: args[name][:, :1].repeat(1, heads, 1) for name in ("q_fp8", "weights")}
+        refused(wide, "q_fp8", f"1 to 128 heads, got {heads}")
+
+
+def test_wrong_context() -> None:
+    args, metadata = arguments(5, 16), batch([100], [5], rows=8)
+    with use_context(ForwardContext(metadata, {3: index_pool().view(torch.int8)})):
+        s.assert_refused("indexer_topk", args, r"index_k\[3\]", "got torch.int8")
+    pages = metadata.page_table[0].clone()
+    with use_context(ForwardContext(metadata, {3: index_pool()})), debug_checks():
+        for page in (-1, 40):
+            metadata.page_table[0, 1] = page
+            s.assert_refused("indexer_topk", args, "page_table", "in [0, 40)")
+        metadata.page_table[0] = pages
+        custom_ops.indexer_topk(**args)
 
 
 def test_is_a_cut() -> None:

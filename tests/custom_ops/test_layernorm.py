@@ -81,6 +81,7 @@ def test_wrong_arguments() -> None:
     s.assert_refused("layernorm", args | {"x": torch.zeros(())}, "x", "at least one dimension")
     s.assert_refused("layernorm", args | {"x": args["x"][:, :0]}, "x", "got 0")
     s.assert_refused("layernorm", args | {"weight": args["weight"][:64]}, "weight", "got [64]")
+    s.assert_refused("layernorm", args | {"weight": None}, "weight", "got NoneType")
     s.assert_refused("layernorm", args | {"weight": args["weight"].half()}, "weight", "got torch.float16")
     s.assert_refused("layernorm", args | {"bias": args["bias"][None]}, "bias", "got [1, 128]")
     strided = torch.zeros(256, device=s.DEVICE)[::2]

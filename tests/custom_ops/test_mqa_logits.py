@@ -204,12 +204,21 @@ def test_wrong_arguments() -> None:
     with debug_checks():
         refused({"max_kv_len": 50}, "kv_lens", "[0, 51), got 0 .. 64")
         refused({"request_of_row": args["request_of_row"] + 3}, "request_of_row", "[0, 3)")
+        for page in (-1, 16):
+            table = args["page_table"].clone()
+            table[args["request_of_row"][2], 0] = page  # row 2 sees 63 tokens
+            refused({"page_table": table}, "page_table", "in [0, 16)")
+        custom_ops.paged_mqa_logits(**args)
+    for q in (args["q_fp8"][0, 0, 0], args["q_fp8"][0]):
+        refused({"q_fp8": q}, "q_fp8", f"got {list(q.shape)}")
     plain = ragged(4, 8, 50, 1)
     refused = lambda change, *said: s.assert_refused("mqa_logits", plain | change, *said)  # noqa: E731
     refused({"k_fp8": plain["k_fp8"].view(torch.uint8)}, "k_fp8", "got torch.uint8")
     refused({"k_scale": plain["k_scale"][:-1]}, "k_scale", "[50], got [49]")
     refused({"starts": plain["starts"].long()}, "starts", "got torch.int64")
     refused({"ends": plain["ends"][1:]}, "ends", "[4], got [3]")
+    for q in (plain["q_fp8"][0, 0, 0], plain["q_fp8"][0]):
+        refused({"q_fp8": q}, "q_fp8", f"got {list(q.shape)}")
 
 
 @pytest.mark.parametrize("rows", [0, 1, 3])

@@ -202,6 +202,9 @@ def test_wrong_arguments() -> None:
         refused({"lengths": args["lengths"] + 5}, "lengths", "71 .. 71")
         refused({"starts": args["starts"] + 5}, "starts [+] lengths", "71 .. 71")
         refused({"request_of_row": args["request_of_row"] + 1}, "request_of_row", "1 .. 1")
+        for page in (-1, 2**25):  # a slot is an int32
+            refused({"page_table": args["page_table"] * page}, "page_table", "in [0, 33554432)")
+        custom_ops.topk_slots(**args | {"page_table": torch.cat((args["page_table"], -args["page_table"]), 1)})
     plain = {name: args[name] for name in ("logits", "starts", "lengths", "k")}
     s.assert_refused("topk_indices", plain | {"starts": args["starts"][:2]}, "starts", "[3], got [2]")
 
