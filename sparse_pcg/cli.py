@@ -58,6 +58,8 @@ def demo(
     """
     try:
         text, chosen = read_prompt(prompt_file), pick_device(device.value)
+        if json_file is not None and not json_file.parent.is_dir():
+            raise ValueError(f"json: there is no folder {json_file.parent}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     result = run_demo(text, compiler.value, chosen)

@@ -20,7 +20,7 @@ from .kv import PagedKV, RequestPages, page_table
 from .models import DSAModel, preset
 from .options import Options
 from .runner import PrefillOutput, PrefillRunner
-from .verification import closeness
+from .verification import closeness, pages_of, same_bytes
 
 BUCKETS = (16, 32, 64, 128, 256)
 REPEATS = 3
@@ -130,7 +130,7 @@ def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Re
     runner.capture(progress=progress)
     seconds = time.perf_counter() - start
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
-    rows = [_serve(name, parts, tokens, runner, kv) for name, parts in _requests(kv, len(text))]
+    rows = [_serve(name, parts, tokens, runner) for name, parts in _requests(kv)]
     graph = runner.graphs()[0]
     return Result(
         rows,
@@ -143,7 +143,7 @@ def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Re
     )
 
 
-def _requests(kv: PagedKV, length: int) -> list[tuple[str, list[_Part]]]:
+def _requests(kv: PagedKV) -> list[tuple[str, list[_Part]]]:
     """Fresh, short, chunked, with a cached prefix, and several of these in one batch."""
     a, b, c = kv.request(), kv.request(), kv.request()
     served: list[tuple[str, list[_Part]]] = [
@@ -175,7 +175,7 @@ class _Shared(RequestPages):
         super().extend(new_tokens)
 
 
-def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner, kv: PagedKV) -> Row:
+def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner) -> Row:
     new = [p.stop - p.start for p in parts]
     for part, count in zip(parts, new, strict=True):
         part.pages.extend(count)
@@ -184,24 +184,21 @@ def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillR
     batch = Batch(ids, new, prefix, page_table([p.pages for p in parts], runner.device))
     eager, eager_ms = _timed(lambda: runner.forward(batch, "eager"), runner.device)
     plain, plain_ms = _timed(lambda: runner.forward(batch, "uncaptured"), runner.device)
-    written = [kv.latent_pool.clone(), kv.index_pool.clone()]
+    pages = sorted({page for part in parts for page in part.pages.pages})
+    written = pages_of(runner, pages)
     replay, replay_ms = _timed(lambda: runner.forward(batch), runner.device)
-    same = [(plain.hidden, replay.hidden), (plain.logits, replay.logits)]
-    same += list(zip(written, (kv.latent_pool, kv.index_pool), strict=True))
-    # Page 0 belongs to no request: pad rows write there in an order of their own.
-    bitwise = all(_same_bytes(x, y) for x, y in same[:2]) and all(
-        _same_bytes(x[:, _first(x, kv) :], y[:, _first(y, kv) :]) for x, y in same[2:]
-    )
+    want, got = [plain.hidden, plain.logits, *written], [replay.hidden, replay.logits, *pages_of(runner, pages)]
+    bitwise = all(map(same_bytes, want, got))
     diff = float((replay.hidden.float() - eager.hidden.float()).abs().max())
     _, close = closeness(replay.hidden, eager.hidden)
-    launches = _launches(runner, replay)
+    saved, cuts = _launches(runner, replay)
     return Row(
         name,
         len(ids),
         replay.bucket,
         replay.variant,
-        launches[1],
-        launches[0],
+        cuts,
+        saved,
         eager_ms,
         plain_ms,
         replay_ms,
@@ -209,15 +206,6 @@ def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillR
         diff,
         close,
     )
-
-
-def _first(pool: torch.Tensor, kv: PagedKV) -> int:
-    """The first row of a pool [layers, rows, ...] past page 0."""
-    return pool.shape[1] // kv.num_pages
-
-
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def _launches(runner: PrefillRunner, output: PrefillOutput) -> tuple[int, int]:
