@@ -1,6 +1,9 @@
 """Operators of DeepSeek Sparse Attention prefill, in ``torch.ops.sparse_pcg`` and as functions of the same
 names.
 
+``use_context`` gives the operators with a ``layer_id`` their batch (``BatchMetadata``) and caches (``ForwardContext``);
+``use_provider`` forces an implementation, ``debug_checks`` has values checked too.
+
 The family modules are all imported before the functions are bound: a family and its function may share a
 name, and a later import of the submodule would put the module in the function's place.
 """
@@ -19,6 +22,8 @@ from custom_ops import mqa_logits as _mqa_logits
 from custom_ops import rope as _rope
 from custom_ops import sparse_mla as _sparse_mla
 from custom_ops import topk as _topk
+from custom_ops._register import debug_checks, use_provider
+from custom_ops.batch_metadata import BatchMetadata, ForwardContext, current_context, use_context
 
 apply_rope = _rope.apply_rope
 fill_batch_metadata = _metadata_fill.fill_batch_metadata
@@ -44,7 +49,11 @@ topk_indices = _topk.topk_indices
 topk_slots = _topk.topk_slots
 
 __all__ = [
+    "BatchMetadata",
+    "ForwardContext",
     "apply_rope",
+    "current_context",
+    "debug_checks",
     "fill_batch_metadata",
     "hadamard",
     "index_k_gather",
@@ -66,4 +75,6 @@ __all__ = [
     "sparse_mla",
     "topk_indices",
     "topk_slots",
+    "use_context",
+    "use_provider",
 ]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,11 +16,13 @@ from custom_ops import doc
 from custom_ops._register import OPS
 
 NAMES = sorted(OPS)
+OTHERS = {"BatchMetadata", "ForwardContext", "current_context", "debug_checks", "use_context", "use_provider"}
 
 
 def test_every_operator_is_exported() -> None:
-    assert sorted(custom_ops.__all__) == NAMES
+    assert sorted(custom_ops.__all__) == sorted([*NAMES, *OTHERS])
     assert all(inspect.isfunction(getattr(custom_ops, name)) for name in NAMES)
+    assert all(callable(getattr(custom_ops, name)) for name in OTHERS)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -79,6 +85,33 @@ def test_cut_tag() -> None:
 
 def test_the_document_is_up_to_date() -> None:
     assert doc.DEFAULT_PATH.read_text() == doc.render(), "run python -m custom_ops.doc"
+
+
+def test_the_example_of_the_document_runs(tmp_path: Path) -> None:
+    example, *more = re.findall(r"```python\n(.*?)```", doc.DEFAULT_PATH.read_text(), re.DOTALL)
+    assert not more
+    done = subprocess.run([sys.executable, "-c", example], capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert all(f"custom_ops.{name}" in example for name in OTHERS - {"current_context"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_document_lists_providers_in_the_order_they_are_tried(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    op = OPS[name]
+    listed = doc.providers(op).split(", ")
+    assert sorted(p.removesuffix(" (forced only)") for p in listed) == sorted(op.providers)
+    refusing: set[str] = set()
+    monkeypatch.setattr("custom_ops._register._on_cuda", lambda args: True)
+    monkeypatch.delenv(op._env, raising=False)
+    monkeypatch.setattr(op, "refusal", lambda provider: "refused" if provider in refusing else None)
+    for provider in listed:  # each is what is chosen once those before it refuse
+        if provider.endswith(" (forced only)"):
+            assert "reference" in refusing
+        else:
+            assert op.choose() == provider
+            refusing.add(provider)
 
 
 def test_the_document_has_a_row_for_every_operator() -> None:
