@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
@@ -18,7 +20,8 @@ class Batch:
 
     input_ids: int64 [T], the new tokens of all requests, one request after the other.
     new_lens, prefix_lens: [B], ints or CPU tensors (a scheduler has them on the host; device tensors cost a sync).
-    page_table: int32 [B, pages]; page p of a request holds its tokens 64p .. 64p+63, prefix included.
+    page_table: int32 [B, pages]; page p of a request holds its tokens 64p .. 64p+63, prefix included. Requests may
+        share full pages of a prefix; a page with new tokens belongs to one request.
     input_embeds: [T, hidden] taken in place of the tokens' embeddings, or None.
     """
 
@@ -48,29 +51,51 @@ class HostBatch:
         return rows
 
 
+def _refuse(field: str, expected: str, got: Any) -> NoReturn:
+    given = f"{got.dtype} {list(got.shape)}" if isinstance(got, torch.Tensor) else type(got).__name__
+    raise ValueError(f"batch: {field} must be {expected}, got {given}")
+
+
 def _listed(name: str, lengths: Lengths, least: int) -> list[int]:
-    values = lengths.tolist() if isinstance(lengths, torch.Tensor) else [int(n) for n in lengths]
-    for i, value in enumerate(values):
-        if value < least:
+    if isinstance(lengths, torch.Tensor):
+        whole = not (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool)
+        if lengths.dim() != 1 or not whole:
+            _refuse(name, "[B], ints or a tensor of whole numbers", lengths)
+        given: list[Any] = lengths.tolist()
+    else:
+        try:
+            given = list(lengths)
+        except TypeError:
+            _refuse(name, "[B], ints or a tensor of whole numbers", lengths)
+    values = []
+    for i, value in enumerate(given):
+        try:
+            values.append(operator.index(value))
+        except TypeError:
+            raise ValueError(f"batch: {name}[{i}] must be an int, got {value!r}") from None
+        if values[i] < least:
             raise ValueError(f"batch: {name}[{i}] must be at least {least}, got {value}")
     return values
 
 
 def check_batch(batch: Batch, num_pages: int, debug: bool) -> HostBatch:
-    """Check shapes and lengths (with ``debug`` the page table's values too). Raises ValueError naming the field."""
+    """Check types, shapes and lengths, and the values of a page table on the host (with ``debug`` of any).
+
+    Raises ValueError naming the field.
+    """
     new_lens = _listed("new_lens", batch.new_lens, 1)
     prefix_lens = _listed("prefix_lens", batch.prefix_lens, 0)
-    ids, table = batch.input_ids, batch.page_table
-    if ids.dim() != 1 or ids.dtype != torch.int64:
-        raise ValueError(f"batch: input_ids must be int64 [T], got {ids.dtype} {list(ids.shape)}")
+    ids, table, embeds = batch.input_ids, batch.page_table, batch.input_embeds
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 1 or ids.dtype != torch.int64:
+        _refuse("input_ids", "int64 [T]", ids)
     if len(prefix_lens) != len(new_lens):
         raise ValueError(f"batch: prefix_lens must have {len(new_lens)} entries like new_lens, got {len(prefix_lens)}")
     if sum(new_lens) != ids.shape[0]:
         raise ValueError(f"batch: new_lens must sum to the {ids.shape[0]} rows of input_ids, got {sum(new_lens)}")
-    if table.dim() != 2 or table.dtype != torch.int32 or table.shape[0] != len(new_lens):
-        raise ValueError(
-            f"batch: page_table must be int32 [{len(new_lens)}, pages], got {table.dtype} {list(table.shape)}"
-        )
+    if not isinstance(table, torch.Tensor) or table.dim() != 2 or table.dtype != torch.int32:
+        _refuse("page_table", f"int32 [{len(new_lens)}, pages]", table)
+    if table.shape[0] != len(new_lens):
+        _refuse("page_table", f"int32 [{len(new_lens)}, pages]", table)
     kv_lens = [p + n for p, n in zip(prefix_lens, new_lens, strict=True)]
     for i, length in enumerate(kv_lens):
         if length > table.shape[1] * PAGE:
@@ -78,24 +103,38 @@ def check_batch(batch: Batch, num_pages: int, debug: bool) -> HostBatch:
                 f"batch: page_table has {table.shape[1]} pages ({table.shape[1] * PAGE} tokens) for request {i}, "
                 f"which needs {length} tokens (prefix {prefix_lens[i]} + new {new_lens[i]})"
             )
-    if batch.input_embeds is not None and batch.input_embeds.shape[:1] != ids.shape:
-        raise ValueError(f"batch: input_embeds must have {ids.shape[0]} rows, got {list(batch.input_embeds.shape)}")
+    if embeds is not None:
+        wrong = not isinstance(embeds, torch.Tensor) or embeds.dim() != 2 or not embeds.is_floating_point()
+        if wrong or embeds.shape[0] != ids.shape[0]:
+            _refuse("input_embeds", f"floating [{ids.shape[0]}, hidden]", embeds)
     # A page number that is on the host is checked at no cost; on a device only when asked.
     if debug or not table.is_cuda:
-        _check_pages(table, kv_lens, num_pages)
+        _check_pages(table, prefix_lens, kv_lens, num_pages)
     return HostBatch(ids.shape[0], new_lens, prefix_lens, max(kv_lens, default=0))
 
 
-def _check_pages(table: torch.Tensor, kv_lens: list[int], num_pages: int) -> None:
-    host = table.cpu()
-    for i, length in enumerate(kv_lens):
-        used = host[i, : -(-length // PAGE)]
-        wrong = (used < 1) | (used >= num_pages)
-        if bool(wrong.any()):
-            page = int(used[wrong][0])
-            raise ValueError(
-                f"batch: page_table[{i}] must name pages 1 to {num_pages - 1} (page 0 holds the dummy slot), got {page}"
-            )
+def _check_pages(table: torch.Tensor, prefix_lens: list[int], kv_lens: list[int], num_pages: int) -> None:
+    host = table.cpu().long()
+    first = torch.arange(host.shape[1]) * PAGE  # position of each page's first token
+    begins, ends = (torch.tensor(lens, dtype=torch.int64).unsqueeze(1) for lens in (prefix_lens, kv_lens))
+    used = first < ends
+    outside = used & ((host < 1) | (host >= num_pages))
+    if bool(outside.any()):
+        i, p = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"batch: page_table[{i}] must name pages 1 to {num_pages - 1} (page 0 holds the dummy slot), "
+            f"got {int(host[i, p])}"
+        )
+    uses = torch.bincount(host[used], minlength=num_pages)
+    shared = used & (first + PAGE > begins) & (uses[host.clamp(0, num_pages - 1)] > 1)
+    if bool(shared.any()):
+        i, p = shared.nonzero()[0].tolist()
+        page = int(host[i, p])
+        owners = sorted({row for row, _ in (used & (host == page)).nonzero().tolist()})
+        raise ValueError(
+            f"batch: page_table[{i}] must have page {page} to itself and once, since new tokens of request {i} go "
+            f"there; it is in the pages of requests {owners}"
+        )
 
 
 def fill(metadata: BatchMetadata, batch: Batch, host: HostBatch) -> None:

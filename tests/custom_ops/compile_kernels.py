@@ -1,9 +1,10 @@
 """Compile every kernel of ``custom_ops`` for sm_90 and sm_100; no GPU is needed. Run as a script.
 
-Prints a line a kernel, target and set of constants; on the last line the same as JSON, with ``unlisted``:
-jitted functions that are neither in a family's ``KERNELS`` nor called by one that is. An entry of ``KERNELS``
-is (kernel, types of its arguments, constants); launch options such as ``num_warps`` are among the constants.
-``--first``: only the first entry of each kernel.
+Prints a table: registers a thread, bytes of shared memory a block, bytes a thread spills, on each target; on the
+last line the same as JSON, with ``unlisted``: jitted functions that are neither in a family's ``KERNELS`` nor
+called by one that is. An entry of ``KERNELS`` is (kernel, types of its arguments, constants); launch options such
+as ``num_warps`` are among the constants.
+``--first``: only the first entry of each kernel, without its constants.
 """
 
 from __future__ import annotations
@@ -95,11 +96,14 @@ def main() -> None:
     if "--first" in sys.argv:
         entries = [e for i, e in enumerate(entries) if e[0] not in [other[0] for other in entries[:i]]]
     built = []
+    cell = "{registers:>7} {shared:>7} {spilled:>7}"
+    heads = "".join(f"  {title:>23}" for title in (f"sm_{c}: regs shared spill" for c in CAPABILITIES))
+    print(f"{'kernel':50}{heads}")
     for entry in entries:
-        for capability in CAPABILITIES:
-            built.append(compiled(*entry, capability))
-            line = "{kernel} {target}: {registers} registers, {shared} B shared, {spilled} B spilled"
-            print(line.format(**built[-1]), "{seconds:.1f} s {constants}".format(**built[-1]), flush=True)
+        both = [compiled(*entry, capability) for capability in CAPABILITIES]
+        built += both
+        constants = [] if "--first" in sys.argv else [both[0]["constants"]]
+        print(f"{both[0]['kernel']:50}", *(cell.format(**b) for b in both), *constants, flush=True)
     print(json.dumps({"kernels": built, "unlisted": unlisted(modules)}))
 
 

@@ -172,11 +172,28 @@ class TestBadBatches:
             ({"prefix_lens": [-1]}, r"prefix_lens\[0\]"),
             ({"prefix_lens": [60]}, "page_table has 1 pages"),
             ({"prefix_lens": [0, 0]}, "prefix_lens"),
-            ({"prefix_lens": [9000], "page_table": torch.ones(1, 200, dtype=torch.int32)}, "positions"),
+            ({"prefix_lens": [9000], "page_table": torch.tensor([[1] * 140 + [2]]).int()}, "positions"),
             ({"input_ids": torch.zeros(8, dtype=torch.int32)}, "input_ids"),
             ({"page_table": torch.zeros(1, 1, dtype=torch.int32)}, "page 0"),
             ({"page_table": torch.full((1, 1), 24, dtype=torch.int32)}, "1 to 23"),
             ({"page_table": torch.zeros(1, 1, dtype=torch.int64)}, "page_table"),
+            ({"new_lens": [8.0]}, r"batch: new_lens\[0\] must be an int, got 8.0"),
+            ({"new_lens": torch.tensor([8.0])}, r"batch: new_lens must be .* got torch.float32 \[1\]"),
+            ({"new_lens": torch.tensor([[8]])}, r"batch: new_lens must be .* got torch.int64 \[1, 1\]"),
+            ({"new_lens": torch.tensor([True])}, r"batch: new_lens must be .* got torch.bool \[1\]"),
+            ({"new_lens": 8}, "batch: new_lens must be .* got int"),
+            ({"new_lens": None}, "batch: new_lens must be .* got NoneType"),
+            ({"prefix_lens": [0.5]}, r"batch: prefix_lens\[0\] must be an int, got 0.5"),
+            ({"prefix_lens": torch.tensor(0)}, r"batch: prefix_lens must be .* got torch.int64 \[\]"),
+            ({"prefix_lens": 0}, "batch: prefix_lens must be .* got int"),
+            ({"input_ids": [0] * 8}, "batch: input_ids must be .* got list"),
+            ({"page_table": None}, "batch: page_table must be .* got NoneType"),
+            ({"page_table": [[1]]}, "batch: page_table must be .* got list"),
+            ({"input_embeds": torch.zeros(8)}, r"batch: input_embeds must be .* got torch.float32 \[8\]"),
+            ({"input_embeds": torch.zeros(8, 1, 4)}, r"batch: input_embeds must be .* got torch.float32 \[8, 1, 4\]"),
+            ({"input_embeds": torch.zeros(7, 4)}, r"batch: input_embeds must be .* got torch.float32 \[7, 4\]"),
+            ({"input_embeds": torch.zeros(8, 4).long()}, "batch: input_embeds must be .* got torch.int64"),
+            ({"input_embeds": [0.0]}, "batch: input_embeds must be .* got list"),
         ],
     )
     def test_it_is_named(self, served: Any, change: dict[str, Any], named: str) -> None:
@@ -189,6 +206,38 @@ class TestBadBatches:
                 runner.forward(replace(batch, **change))
             assert same([kv.latent_pool, kv.index_pool], list(pools))
             assert same(runner.forward(batch).hidden, want)
+
+    @pytest.mark.parametrize(
+        ("prefix", "new", "table", "page"),
+        [
+            ([0, 0], [4, 4], [[3], [3]], 3),  # both write it
+            ([64, 70], [4, 4], [[5, 6], [5, 6]], 6),  # the shared prefix page is fine, the one after it is not
+            ([0, 64], [4, 4], [[7], [7, 8]], 7),  # one writes what the other reads
+            ([64], [4], [[9, 9]], 9),  # a request over its own prefix
+        ],
+    )
+    def test_a_written_page_belongs_to_one_request(
+        self, served: Any, prefix: list[int], new: list[int], table: list[list[int]], page: int
+    ) -> None:
+        runner, kv = served
+        width = max(map(len, table))
+        pages = torch.tensor([row + [page] * (width - len(row)) for row in table], dtype=torch.int32)
+        pools = kv.latent_pool.clone(), kv.index_pool.clone()
+        with pytest.raises(ValueError, match=rf"batch: page_table\[\d\].* page {page} "):
+            runner.forward(sparse_pcg.Batch(torch.zeros(sum(new), dtype=torch.int64), new, prefix, pages))
+        assert same([kv.latent_pool, kv.index_pool], list(pools))
+
+    def test_full_prefix_pages_and_unused_entries_may_be_shared(self, served: Any) -> None:
+        runner, kv = served
+        with kv.request() as shared, kv.request() as a, kv.request() as b:
+            runner.forward(batch_of([(shared, 64)]))
+            a.extend(4)
+            b.extend(4)
+            rows = [[shared.pages[0], mine, *a.pages] for mine in (a.pages[0], b.pages[0])]
+            batch = sparse_pcg.Batch(
+                torch.arange(8), torch.tensor([4, 4]), (64, 64), torch.tensor(rows, dtype=torch.int32)
+            )
+            compare(runner, kv, batch)
 
     def test_an_unknown_mode(self, served: Any) -> None:
         runner, kv = served
