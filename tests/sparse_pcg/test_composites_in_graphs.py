@@ -60,7 +60,8 @@ def test_the_k_store_is_in_a_piece_and_the_cut_has_its_line() -> None:
     with use_context(context(0)):
         report = sparse_pcg.explain(fn, *arguments(0))
     assert [c.op for c in report.cuts] == ["sparse_pcg::indexer_topk"]
-    line = next(i for i, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "k_cache_and_topk_result(5" in text)
+    lines = Path(__file__).read_text().splitlines()
+    line = next(i for i, text in enumerate(lines, 1) if "k_cache_and_topk_result(5" in text)
     assert f"test_composites_in_graphs.py:{line}" in report.cuts[0].source
     assert "k_cache_and_topk_result" in report.cuts[0].composite
     (store,) = [p for p in report.pieces if "sparse_pcg::index_k_store" in p.ops]
