@@ -32,13 +32,13 @@ def test_every_kind_of_prefill_is_served_and_written_down(tmp_path: Path) -> Non
     result = json.loads(out.read_text())
     assert result["ok"] and all(row["bitwise"] and row["close"] for row in result["rows"])
     assert [(r["rows"], r["bucket"], r["variant"], r["cuts"]) for r in result["rows"]] == [
-        (200, 256, "cut", 4),
+        (200, 256, "cut", 2),
         (40, 64, "short", 0),
-        (128, 128, "cut", 4),
-        (128, 128, "cut", 4),
-        (44, 64, "cut", 4),
-        (62, 64, "cut", 4),
-        (91, 128, "cut", 4),
+        (128, 128, "cut", 2),
+        (128, 128, "cut", 2),
+        (44, 64, "cut", 2),
+        (62, 64, "cut", 2),
+        (91, 128, "cut", 2),
     ]
     assert all(row["launches_saved"] > 100 for row in result["rows"])
     assert "mixed batch" in done.output and "DIFFERS" not in done.output
