@@ -100,7 +100,7 @@ def analyse(gm: fx.GraphModule, fake_mode: FakeTensorMode) -> Analysis:
             if node.op == "placeholder":
                 values[node] = node.meta["example_value"]
             elif node.op == "get_attr":
-                values[node] = _attribute(gm, str(node.target))
+                values[node] = attribute(gm, str(node.target))
             elif node.op == "output":
                 continue
             else:
@@ -133,7 +133,8 @@ def _run(gm: fx.GraphModule, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
         raise
 
 
-def _attribute(gm: fx.GraphModule, target: str) -> Any:
+def attribute(gm: fx.GraphModule, target: str) -> Any:
+    """What a dotted ``target`` of a node names in ``gm``."""
     value: Any = gm
     for part in target.split("."):
         value = getattr(value, part)

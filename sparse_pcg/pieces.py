@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .analysis import Analysis, storage_of
+from .analysis import Analysis, attribute, storage_of
 from .counters import COUNTS, logger
 from .errors import note
 from .split import CUT, LIVE, PIECE, Segment, alias_groups
@@ -128,9 +128,7 @@ def piece_key(segment: Segment, analysis: Analysis, real_storage: dict[int, int]
 
 def _target(node: fx.Node, module: fx.GraphModule) -> str:
     if node.op in ("get_attr", "call_module"):
-        value: Any = module
-        for part in str(node.target).split("."):
-            value = getattr(value, part)
+        value = attribute(module, str(node.target))
         return f"{value.code}" if isinstance(value, fx.GraphModule) else f"{type(value).__qualname__}@{id(value)}"
     if isinstance(node.target, str):
         return node.target

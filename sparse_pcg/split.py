@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .analysis import Analysis, NodeFacts, source_line, storage_of, symbols_of
+from .analysis import Analysis, NodeFacts, attribute, source_line, storage_of, symbols_of
 from .memory import span
 from .rewrite import is_cut, overload_of
 
@@ -227,10 +227,7 @@ def _attributes(gm: fx.GraphModule, segment: Segment) -> dict[str, Any]:
     found = {}
     for node in segment.nodes:
         if node.op in ("get_attr", "call_module"):
-            value: Any = gm
-            for part in str(node.target).split("."):
-                value = getattr(value, part)
-            found[str(node.target)] = value
+            found[str(node.target)] = attribute(gm, str(node.target))
     return found
 
 
