@@ -1,0 +1,1 @@
+"""Measurements: operators, cost of a cut, memory, start-up."""
