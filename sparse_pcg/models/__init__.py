@@ -2,5 +2,6 @@
 
 from .config import ModelConfig, Yarn, preset
 from .dsa import DSAModel
+from .nextn import NextN
 
-__all__ = ["DSAModel", "ModelConfig", "Yarn", "preset"]
+__all__ = ["DSAModel", "ModelConfig", "NextN", "Yarn", "preset"]

@@ -182,7 +182,7 @@ class DSAModel(nn.Module):
         self.cos_sin_cache: torch.Tensor
         self.register_buffer("cos_sin_cache", cos_sin_cache(config, device), persistent=False)
         if torch.device(device).type != "meta":
-            _draw_weights(self, seed)
+            draw_weights(self, config.num_layers, seed)
 
     def forward(
         self,
@@ -210,11 +210,12 @@ class DSAModel(nn.Module):
 
 
 @torch.no_grad()
-def _draw_weights(model: DSAModel, seed: int) -> None:
-    generator = torch.Generator(model.embed_tokens.device).manual_seed(seed)
+def draw_weights(module: nn.Module, num_layers: int, seed: int) -> None:
+    """Draw all parameters of ``module`` so that activations keep their size over ``num_layers`` layers."""
+    generator = torch.Generator(next(module.parameters()).device).manual_seed(seed)
     # two residual branches a layer: their sum over the depth has about the size of one embedding
-    branch_scale = (2 * model.config.num_layers) ** -0.5
-    for name, parameter in model.named_parameters():
+    branch_scale = (2 * num_layers) ** -0.5
+    for name, parameter in module.named_parameters():
         kind = name.rsplit(".", 1)[-1]
         if kind == "embed_tokens":
             parameter.normal_(generator=generator)
