@@ -1,10 +1,9 @@
-"""Shapes and constants of a DeepSeek-Sparse-Attention model, and the presets of the published ones."""
+"""Shapes and constants of a DeepSeek-Sparse-Attention model."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, fields
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,14 @@ class ModelConfig:
     ``topk_group`` best of ``n_group`` groups of experts. indexer_interleaved: the indexer's RoPE rotates
     neighbouring pairs, else the two halves; indexer_hadamard: index queries and keys go through a Hadamard
     rotation before they are quantised; indexer_round_scale: scales of the quantised ones are rounded up to
-    powers of two.
+    powers of two; indexer_float8: False runs the indexer in plain float32, without rotation or quantisation,
+    uncompiled only: the measure of what float8 does to the selection.
+
+    lora_norm_eps: of the norms of the two latents (published models keep 1e-6 there whatever rms_norm_eps is).
+    shared_intermediate_size: width of the shared experts' MLP; None: n_shared_experts * moe_intermediate_size.
+    local_experts: (first, count), the routed experts whose weights are here, the others add nothing; None: all.
+    One rank's part of a model is a configuration too (``Rank.part_of``): its heads and widths, and the experts
+    it holds out of ``n_routed_experts``, all of which the router ranks.
 
     Raises ValueError for numbers that fit no such model.
     """
@@ -77,6 +83,7 @@ class ModelConfig:
     norm_topk_prob: bool = True
     rms_norm_eps: float = 1e-5
     index_norm_eps: float = 1e-6
+    lora_norm_eps: float = 1e-6
     rope_theta: float = 1e6
     yarn: Yarn | None = None
     max_positions: int = 8192
@@ -84,6 +91,9 @@ class ModelConfig:
     indexer_interleaved: bool = True
     indexer_hadamard: bool = False
     indexer_round_scale: bool = False
+    indexer_float8: bool = True
+    shared_intermediate_size: int | None = None
+    local_experts: tuple[int, int] | None = None
     indexer_types: tuple[str, ...] | None = None
     index_topk_pattern: str | None = None
     index_topk_freq: int = 1
@@ -104,6 +114,12 @@ class ModelConfig:
         )
         self._require(self.n_routed_experts % self.n_group == 0, "n_group", "a divisor of n_routed_experts")
         self._require(self.topk_group <= self.n_group, "topk_group", "at most n_group")
+        if self.shared_intermediate_size is not None:
+            self._require(self.shared_intermediate_size >= 1, "shared_intermediate_size", "at least 1, or None")
+        if self.local_experts is not None:
+            first, count = self.local_experts
+            inside = first >= 0 and count >= 1 and first + count <= self.n_routed_experts
+            self._require(inside, "local_experts", f"(first, count) within {self.n_routed_experts} experts")
         for name, kinds in (("indexer_types", {"full", "shared"}), ("index_topk_pattern", {"F", "S"})):
             given = getattr(self, name)
             if given is not None:
@@ -129,6 +145,18 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_layers) if self.has_indexer(layer))
 
     @property
+    def experts_here(self) -> tuple[int, int]:
+        """First and number of the routed experts whose weights are here."""
+        return self.local_experts or (0, self.n_routed_experts)
+
+    @property
+    def shared_width(self) -> int:
+        """Intermediate size of the shared experts' MLP; 0 if there are none."""
+        if self.n_shared_experts == 0:
+            return 0
+        return self.shared_intermediate_size or self.n_shared_experts * self.moe_intermediate_size
+
+    @property
     def qk_head_dim(self) -> int:
         """Length of a query head: not rotated and rotated part."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -137,85 +165,3 @@ class ModelConfig:
     def softmax_scale(self) -> float:
         """Factor of the attention scores."""
         return self.qk_head_dim**-0.5 * (self.yarn.softmax_factor if self.yarn else 1.0)
-
-
-_GLM5 = ModelConfig(
-    vocab_size=154880,
-    hidden_size=6144,
-    num_layers=78,
-    num_heads=64,
-    q_lora_rank=2048,
-    qk_nope_head_dim=192,
-    v_head_dim=256,
-    index_n_heads=32,
-    index_topk=2048,
-    intermediate_size=12288,
-    moe_intermediate_size=2048,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    first_k_dense=3,
-    max_positions=202752,
-)
-
-_PRESETS = {
-    # GLM-5.2 in small: shared indexers, one dense layer, then MoE; 256 byte tokens.
-    "tiny": ModelConfig(
-        vocab_size=256,
-        hidden_size=128,
-        num_layers=6,
-        num_heads=4,
-        q_lora_rank=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        index_n_heads=4,
-        index_topk=64,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        first_k_dense=1,
-        index_topk_freq=2,
-        rope_theta=1e4,
-    ),
-    "deepseek_v32": ModelConfig(
-        vocab_size=129280,
-        hidden_size=7168,
-        num_layers=61,
-        num_heads=128,
-        q_lora_rank=1536,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        index_n_heads=64,
-        index_topk=2048,
-        intermediate_size=18432,
-        moe_intermediate_size=2048,
-        n_routed_experts=256,
-        num_experts_per_tok=8,
-        first_k_dense=3,
-        n_group=8,
-        topk_group=4,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        yarn=Yarn(factor=40.0, original_max_positions=4096),
-        max_positions=163840,
-        indexer_interleaved=False,
-        indexer_hadamard=True,
-        indexer_round_scale=True,
-    ),
-    "glm5": _GLM5,
-    "glm5_2": replace(_GLM5, rope_theta=8e6, max_positions=1048576, index_topk_freq=4, index_topk_offset=3),
-}
-
-
-def preset(name: str, **overrides: Any) -> ModelConfig:
-    """The configuration called ``name`` (tiny, deepseek_v32, glm5, glm5_2), with some fields replaced.
-
-    Raises ValueError for an unknown name or field, or values that fit no model.
-    """
-    if name not in _PRESETS:
-        raise ValueError(f"preset: name must be one of {sorted(_PRESETS)}, got {name!r}")
-    known = {field.name for field in fields(ModelConfig)}
-    unknown = sorted(set(overrides) - known)
-    if unknown:
-        raise ValueError(f"preset: overrides must be fields of ModelConfig ({sorted(known)}), got {unknown}")
-    return replace(_PRESETS[name], **overrides)

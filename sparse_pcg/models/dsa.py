@@ -14,6 +14,7 @@ from torch import nn
 import custom_ops  # noqa: F401  (registers the operators)
 
 from .config import ModelConfig
+from .indexers import Indexer, PlainIndexer
 from .moe import DenseMLP, MoE, weight
 from .rope import cos_sin_cache
 
@@ -23,48 +24,6 @@ def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
     wide = x.float()
     scale = torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps)
     return (wide * scale * gain.float()).to(x.dtype)
-
-
-class Indexer(nn.Module):
-    """Weights of a layer's indexer, and its call."""
-
-    def __init__(
-        self, layer_id: int, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
-    ) -> None:
-        super().__init__()
-        heads, dim = config.index_n_heads, config.index_head_dim
-        self.layer_id = layer_id
-        self.config = config
-        self.wq_b = weight(heads * dim, config.q_lora_rank, dtype=dtype, device=device)
-        self.wk = weight(dim, config.hidden_size, dtype=dtype, device=device)
-        self.k_norm = weight(dim, dtype=torch.float32, device=device)
-        self.k_norm_bias = weight(dim, dtype=torch.float32, device=device)
-        self.weights_proj = weight(heads, config.hidden_size, dtype=dtype, device=device)
-
-    def forward(
-        self, x: torch.Tensor, q_lora: torch.Tensor, positions: torch.Tensor, table: torch.Tensor
-    ) -> torch.Tensor:
-        """The selected slots of each row, int32 [T, index_topk], -1 where there are fewer."""
-        config = self.config
-        topk = torch.full((x.shape[0], config.index_topk), -1, dtype=torch.int32, device=x.device)
-        torch.ops.sparse_pcg.indexer_prefill(
-            self.layer_id,
-            x,
-            q_lora,
-            positions,
-            self.wq_b,
-            self.wk,
-            self.k_norm,
-            self.k_norm_bias,
-            self.weights_proj,
-            table,
-            config.index_norm_eps,
-            config.indexer_interleaved,
-            config.indexer_hadamard,
-            config.indexer_round_scale,
-            topk,
-        )
-        return topk
 
 
 class Attention(nn.Module):
@@ -88,7 +47,10 @@ class Attention(nn.Module):
         self.w_kc = weight(heads, config.qk_nope_head_dim, latent, dtype=dtype, device=device)
         self.w_vc = weight(heads, latent, config.v_head_dim, dtype=dtype, device=device)
         self.o_proj = weight(hidden, heads * config.v_head_dim, dtype=dtype, device=device)
-        self.indexer = Indexer(layer_id, config, dtype, device) if config.has_indexer(layer_id) else None
+        self.indexer: Indexer | None = None
+        if config.has_indexer(layer_id):
+            kind = Indexer if config.indexer_float8 else PlainIndexer
+            self.indexer = kind(layer_id, config, dtype, device)
 
     def forward(
         self, x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor, topk: torch.Tensor | None
@@ -98,8 +60,8 @@ class Attention(nn.Module):
         """
         config = self.config
         q_lora, k_nope, k_rope = F.linear(x, self.qkv_a_proj).split(self.split, dim=1)
-        q_lora = rms_norm(q_lora, self.q_a_norm, config.rms_norm_eps)
-        k_nope = rms_norm(k_nope, self.kv_a_norm, config.rms_norm_eps)
+        q_lora = rms_norm(q_lora, self.q_a_norm, config.lora_norm_eps)
+        k_nope = rms_norm(k_nope, self.kv_a_norm, config.lora_norm_eps)
         q = F.linear(q_lora, self.q_b_proj).unflatten(1, (config.num_heads, config.qk_head_dim))
         q_nope, q_rope = q.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=2)
         if self.indexer is not None:
@@ -158,8 +120,8 @@ class DecoderLayer(nn.Module):
 
 
 class DSAModel(nn.Module):
-    """The decoder, with random weights drawn from ``seed`` on ``device`` (none are drawn on the meta
-    device).
+    """The decoder, with random weights drawn from ``seed`` on ``device`` (none are drawn for seed None and on
+    the meta device).
 
     Weights are scaled so that activations keep their size over depth. Nothing takes a gradient.
     """
@@ -169,7 +131,7 @@ class DSAModel(nn.Module):
         config: ModelConfig,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
-        seed: int = 0,
+        seed: int | None = 0,
     ) -> None:
         super().__init__()
         self.config = config
@@ -181,7 +143,7 @@ class DSAModel(nn.Module):
         self.lm_head = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.cos_sin_cache: torch.Tensor
         self.register_buffer("cos_sin_cache", cos_sin_cache(config, device), persistent=False)
-        if torch.device(device).type != "meta":
+        if seed is not None and torch.device(device).type != "meta":
             draw_weights(self, config.num_layers, seed)
 
     def forward(

@@ -50,21 +50,25 @@ def route(
     return weights * config.routed_scaling_factor, ids
 
 
+def local_ids(ids: torch.Tensor, valid: torch.Tensor, first: int, count: int) -> torch.Tensor:
+    """ids of ``route`` counted from expert ``first``; ``count`` where the row is not valid or the expert is not
+    one of the ``count`` from there.
+    """
+    here = valid.unsqueeze(1) & (ids >= first) & (ids < first + count)
+    return torch.where(here, ids - first, count)
+
+
 def experts_dense(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """The weighted sum of each row's experts, every expert evaluated on every row.
 
-    x: [T, hidden]. gate_up: [experts, 2 * inter, hidden]. down: [experts, hidden, inter]. weights, ids: of
-    ``route``. valid: bool [T]; the result's other rows are zero. Returns [T, hidden] in x's dtype.
+    x: [T, hidden]. gate_up: [experts, 2 * inter, hidden]. down: [experts, hidden, inter]. weights: of ``route``.
+    ids: of ``local_ids``. Returns [T, hidden] in x's dtype, zero where a row has no expert here.
     """
-    gates = weights.new_zeros((x.shape[0], gate_up.shape[0])).scatter(1, ids, weights)
-    gates = gates.masked_fill(~valid.unsqueeze(1), 0.0).unsqueeze(2)
+    count = gate_up.shape[0]
+    # The last column takes what goes to no expert here, several times over: it is dropped.
+    gates = weights.new_zeros((x.shape[0], count + 1)).scatter(1, ids, weights)[:, :count].unsqueeze(2)
     # One GEMM over all experts each way; the second one sums over them.
     hidden = swiglu(F.linear(x, gate_up.flatten(0, 1)).unflatten(1, gate_up.shape[:2])).float()
     # where, not a product alone: an expert that a row does not use may overflow on it
@@ -73,25 +77,19 @@ def experts_dense(
 
 
 def experts_grouped(
-    x: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    weights: torch.Tensor,
-    ids: torch.Tensor,
-    valid: torch.Tensor,
+    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """What ``experts_dense`` computes, by a grouped GEMM over the rows sorted by expert."""
-    num_experts, top = gate_up.shape[0], ids.shape[1]
-    # Rows that are not valid sort behind the last expert, where no group reaches: the GEMM skips them.
-    expert = torch.where(valid.unsqueeze(1), ids, num_experts).flatten()
-    ordered, order = expert.sort(stable=True)
-    bounds = torch.arange(num_experts, device=x.device)
+    count, top = gate_up.shape[0], ids.shape[1]
+    # What goes to no expert here sorts behind the last one, where no group reaches: the GEMM skips it.
+    ordered, order = ids.flatten().sort(stable=True)
+    bounds = torch.arange(count, device=x.device)
     ends = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
     hidden = swiglu(F.grouped_mm(x[order // top], gate_up.transpose(1, 2), offs=ends))
     outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
     per_choice = outputs[place].unflatten(0, (-1, top)).float() * weights.unsqueeze(2)
-    return torch.where(valid.view(-1, 1, 1), per_choice, 0.0).sum(dim=1).to(x.dtype)
+    return torch.where((ids < count).unsqueeze(2), per_choice, 0.0).sum(dim=1).to(x.dtype)
 
 
 def grouped_gemm_serves(device: torch.device, dtype: torch.dtype) -> bool:
@@ -120,27 +118,28 @@ class DenseMLP(nn.Module):
 
 
 class MoE(nn.Module):
-    """Routed experts plus shared ones (one dense MLP of their summed width)."""
+    """Routed experts plus shared ones (one dense MLP of their summed width).
+
+    The router ranks all experts of the model; a choice whose expert is not one of ``config.experts_here`` adds
+    nothing. Its weights are float32: it tells experts apart that score alike.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str) -> None:
         super().__init__()
-        experts, hidden, inter = config.n_routed_experts, config.hidden_size, config.moe_intermediate_size
+        hidden, inter = config.hidden_size, config.moe_intermediate_size
         self.config = config
-        self.router = weight(experts, hidden, dtype=dtype, device=device)
-        self.correction_bias = weight(experts, dtype=torch.float32, device=device)
-        self.gate_up_proj = weight(experts, 2 * inter, hidden, dtype=dtype, device=device)
-        self.down_proj = weight(experts, hidden, inter, dtype=dtype, device=device)
-        self.shared = (
-            DenseMLP(hidden, inter * config.n_shared_experts, dtype, device)
-            if config.n_shared_experts
-            else None
-        )
+        self.first, self.count = config.experts_here
+        self.router = weight(config.n_routed_experts, hidden, dtype=torch.float32, device=device)
+        self.correction_bias = weight(config.n_routed_experts, dtype=torch.float32, device=device)
+        self.gate_up_proj = weight(self.count, 2 * inter, hidden, dtype=dtype, device=device)
+        self.down_proj = weight(self.count, hidden, inter, dtype=dtype, device=device)
+        self.shared = DenseMLP(hidden, config.shared_width, dtype, device) if config.shared_width else None
         grouped = grouped_gemm_serves(self.router.device, dtype)
         self.experts = experts_grouped if grouped else experts_dense
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden]. valid: bool [T]; the other rows are routed to no expert. Returns [T, hidden]."""
-        logits = F.linear(x.float(), self.router.float())
-        weights, ids = route(logits, self.correction_bias, self.config)
-        routed = self.experts(x, self.gate_up_proj, self.down_proj, weights, ids, valid)
+        weights, ids = route(F.linear(x.float(), self.router), self.correction_bias, self.config)
+        here = local_ids(ids, valid, self.first, self.count)
+        routed = self.experts(x, self.gate_up_proj, self.down_proj, weights, here)
         return routed if self.shared is None else routed + self.shared(x, valid)

@@ -25,7 +25,8 @@ def draft_config(config: ModelConfig) -> ModelConfig:
 
 
 class NextN(nn.Module):
-    """A draft model for ``target``, with random weights of its own drawn from ``seed`` (none on the meta device).
+    """A draft model for ``target``, with random weights of its own drawn from ``seed`` (none are drawn for seed None
+    and on the meta device).
 
     layer_id: its layer in the KV pools, by default the one after the target's last (where published checkpoints have
         it, as ``model.layers.{layer_id}``). The pools need an index-K cache for it.
@@ -35,7 +36,7 @@ class NextN(nn.Module):
     Raises ValueError for a layer_id below 0.
     """
 
-    def __init__(self, target: DSAModel, layer_id: int | None = None, seed: int = 0) -> None:
+    def __init__(self, target: DSAModel, layer_id: int | None = None, seed: int | None = 0) -> None:
         super().__init__()
         self.layer_id = target.config.num_layers if layer_id is None else layer_id
         if self.layer_id < 0:
@@ -47,7 +48,7 @@ class NextN(nn.Module):
         self.eh_proj = weight(hidden, 2 * hidden, dtype=dtype, device=device)
         self.layers = nn.ModuleList([DecoderLayer(self.layer_id, self.config, dtype, device)])
         self.norm = weight(hidden, dtype=dtype, device=device)
-        if device.type != "meta":
+        if seed is not None and device.type != "meta":
             draw_weights(self, self.config.num_layers, seed)
         self.embed_tokens = target.embed_tokens
         self.lm_head = target.lm_head
