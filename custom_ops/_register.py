@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from custom_ops.batch_metadata import current_context
+
 NAMESPACE = "sparse_pcg"
 _LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 
@@ -39,11 +41,13 @@ class Provider:
     run: takes the op's arguments in schema order, writes mutated arguments in place, returns what the schema says.
     supports: the reason why this provider does not serve these arguments, or None. Called with the same arguments.
     missing: the reason why it cannot run on this machine at all (package absent, too old, wrong GPU), or None.
+    row_regime: as in ``Op``, for what only this provider does.
     """
 
     run: Callable[..., Any]
     supports: Callable[..., str | None] = _always
     missing: Callable[[], str | None] = _always
+    row_regime: Callable[[int], int] | None = None
 
 
 @dataclass
@@ -53,6 +57,8 @@ class Op:
     cut: the graph is split at this op (tag ``cudagraph_unsafe``).
     row_regime: given the SM count, the number of rows up to which the op's reduction order depends on the number of
         rows (0: never). None: rows are independent at any count.
+    rows: names of the arguments whose first dim counts rows. Where the context asks for it (``valid_rows_only``), and
+        as a cut, the op runs on the valid rows of these alone; the other rows of what it writes are zero, or -1.
     decompose: for a composite, ``decompose(bind, *args)`` calls the ops the composite stands for.
         ``bind(name, layer_id=None, rows_like=None)`` gives the named tensor of the current forward context
         (``ForwardContext.tensor``), as an input of the captured part; with ``rows_like`` it is narrowed to that
@@ -72,6 +78,7 @@ class Op:
     row_regime: Callable[[int], int] | None = None
     decompose: Callable[..., Any] | None = None
     short_body: Callable[..., Any] | None = None
+    rows: tuple[str, ...] = ()
     _env: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +87,42 @@ class Op:
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, choose a provider and run it: what the dispatcher calls."""
         self.check(*args, **kwargs)
+        if self.rows:
+            context = current_context()
+            if context is not None and context.valid_rows_only and context.metadata is not None:
+                args, kwargs = self._valid_rows(context.metadata.num_rows, args, kwargs)
         return self.providers[self.choose(*args, **kwargs)].run(*args, **kwargs)
+
+    def cut_body(self, *args: Any, **kwargs: Any) -> Any:
+        """``body`` as a break between graphs runs it: what has rows, in it or in what it stands for, on valid ones."""
+        context = current_context()
+        if context is None or not (self.rows or self.decompose):
+            return self.body(*args, **kwargs)
+        before, context.valid_rows_only = context.valid_rows_only, True
+        try:
+            return self.body(*args, **kwargs)
+        finally:
+            context.valid_rows_only = before
+
+    def _valid_rows(self, valid: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """The arguments narrowed to ``valid`` rows; the other rows of those that are written are filled."""
+        narrowed: dict[str, Any] = {}
+        for argument, value in zip(self.overload._schema.arguments, args, strict=False):
+            narrowed[argument.name] = value
+        narrowed.update(kwargs)
+        for argument in self.overload._schema.arguments:
+            value = narrowed.get(argument.name)
+            if argument.name not in self.rows or value is None or value.shape[0] <= valid:
+                continue
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value[valid:].fill_(0 if value.is_floating_point() else -1)
+            narrowed[argument.name] = value[:valid]
+        return tuple(narrowed.pop(a.name) for a in self.overload._schema.arguments[: len(args)]), narrowed
+
+    def regime(self, sm_count: int) -> int:
+        """The largest row regime of the op and of the providers that this machine has; 0 where there is none."""
+        declared = [self.row_regime, *(p.row_regime for p in self.providers.values() if p.missing() is None)]
+        return max((rows(sm_count) for rows in declared if rows is not None), default=0)
 
     def choose(self, *args: Any, **kwargs: Any) -> str:
         """The name of the provider that serves these arguments: a forced one, else the first preferred that can.
@@ -124,6 +166,7 @@ def define(
     row_regime: Callable[[int], int] | None = None,
     decompose: Callable[..., Any] | None = None,
     short_body: Callable[..., Any] | None = None,
+    rows: tuple[str, ...] = (),
 ) -> Op:
     """Register an operator.
 
@@ -142,8 +185,23 @@ def define(
     _LIBRARY.define(schema, tags=tags)
     overload = getattr(torch.ops, NAMESPACE).__getattr__(name).default
     op = Op(
-        name, schema, overload, reference, fake, check, table, preference, cut, row_regime, decompose, short_body
+        name,
+        schema,
+        overload,
+        reference,
+        fake,
+        check,
+        table,
+        preference,
+        cut,
+        row_regime,
+        decompose,
+        short_body,
+        rows,
     )
+    unknown = [r for r in rows if r not in {a.name for a in overload._schema.arguments}]
+    if unknown:
+        raise ValueError(f"{name}: rows names {unknown}, which are no arguments of it")
     _LIBRARY.impl(name, op.body, "CompositeExplicitAutograd")
     _LIBRARY._register_fake(name, fake)
     OPS[name] = op

@@ -27,6 +27,7 @@ class BatchMetadata:
     select_lens: int32 [N], min(kv_lens, index_topk); 1 on pad rows (they attend the dummy slot).
     request_of_row: int32 [N]; 0 on pad rows.
     page_table: int32 [max requests, max pages]; page p of request b holds its tokens 64p .. 64p+63.
+    last_rows: int64 [max requests], the row of each request's last token; 0 past the batch's requests.
     num_rows_device: int32 [1], the valid row count, for captured code.
     num_rows, num_requests, max_kv_len: the same and the longest kv length, as host ints; never read by
     captured code.
@@ -39,6 +40,7 @@ class BatchMetadata:
     select_lens: torch.Tensor
     request_of_row: torch.Tensor
     page_table: torch.Tensor
+    last_rows: torch.Tensor
     num_rows_device: torch.Tensor
     index_topk: int
     num_rows: int = 0
@@ -62,6 +64,7 @@ class BatchMetadata:
             select_lens=torch.ones(max_rows, dtype=torch.int32, device=device),
             request_of_row=row(torch.int32),
             page_table=torch.zeros(max_requests, max_pages, dtype=torch.int32, device=device),
+            last_rows=torch.zeros(max_requests, dtype=torch.int64, device=device),
             num_rows_device=torch.zeros(1, dtype=torch.int32, device=device),
             index_topk=index_topk,
         )
@@ -79,6 +82,8 @@ class ForwardContext:
     row].
     kv_layout: byte layout of the latent KV caches (``bf16``, ``fp8_packed``, ``fp8``).
     workspace_bytes: bound on the logits that exist at one time.
+    whole: names of the composites that a compiler leaves whole, as cuts.
+    valid_rows_only: ops that declare which arguments have rows run on the batch's valid rows alone.
     """
 
     metadata: BatchMetadata | None
@@ -86,6 +91,8 @@ class ForwardContext:
     latent_kv: Mapping[int, torch.Tensor] = field(default_factory=dict)
     kv_layout: str = "bf16"
     workspace_bytes: int = 1 << 30
+    whole: frozenset[str] = frozenset()
+    valid_rows_only: bool = False
 
     def tensor(self, name: str, layer_id: int | None = None) -> torch.Tensor:
         """A metadata buffer, or with ``layer_id`` the cache ``index_k``/``latent_kv`` of that layer."""

@@ -6,7 +6,9 @@ import torch
 from hypothesis import given
 
 import custom_ops
+from custom_ops import BatchMetadata, use_provider
 from custom_ops._register import debug_checks
+from custom_ops.metadata_fill import fill_staged
 from tests.custom_ops import strategies as s
 from tests.custom_ops.batches import int32
 
@@ -68,6 +70,30 @@ def test_by_hand(provider: str) -> None:
     assert args["static_page_table"][:3, :3].tolist() == [[3, 4, -77], [5, 6, -77], [-77, -77, -77]]
 
 
+def ids_arguments(new: list[int], rows: int, tails: bool, seed: int, dtype: torch.dtype = torch.int64) -> dict:
+    """Ids from 1 on; the buffers hold what the batch before left there."""
+    ids = s.integers(2**17, sum(new) + 3, seed).to(dtype) + 1
+    return {
+        "new_ids": ids,
+        "tail_ids": s.integers(2**17, len(new), seed + 1).to(dtype) + 1 if tails else None,
+        "input_ids": torch.full((rows,), -77, dtype=torch.int64, device=s.DEVICE),
+        "last_rows": torch.full((70,), -77, dtype=torch.int64, device=s.DEVICE),
+    }
+
+
+def expected_ids(args: dict) -> dict[str, list[int]]:
+    ids, at, want, last = args["new_ids"].tolist(), 0, [], []
+    for request, new in enumerate(args["new_lens"].tolist()):
+        own = ids[at : at + new]
+        if args["tail_ids"] is not None and new:
+            own = [*own[1:], args["tail_ids"].tolist()[request]]
+        want += own
+        at += new
+        last.append(max(at - 1, 0))
+    pads = len(args["input_ids"]) - len(want)
+    return {"input_ids": want + [0] * pads, "last_rows": last + [-77] * (70 - len(last))}
+
+
 lengths = st.sampled_from((0, 0, 1, 2, 39, 40, 41, 63, 64, 65, 129))
 
 
@@ -89,6 +115,52 @@ def test_is_the_loop_over_requests(requests: list[tuple[int, int]], spare: int, 
         assert static[: len(requests), :pages].equal(args["page_table"])
         static[: len(requests), :pages] = -77
         assert (static == -77).all()
+
+
+@given(
+    new=st.lists(lengths, min_size=1, max_size=5),
+    tails=st.booleans(),
+    dtype=st.sampled_from((torch.int32, torch.int64)),
+    seed=s.seeds,
+)
+def test_ids_and_last_rows(new: list[int], tails: bool, dtype: torch.dtype, seed: int) -> None:
+    table = s.integers(2**24, len(new) * 3, seed).view(len(new), 3)
+    for provider in PROVIDERS:
+        args = arguments([0] * len(new), new, table, sum(new) + 2)
+        args |= ids_arguments(new, sum(new) + 2, tails, seed, dtype)
+        s.call("fill_batch_metadata", provider, args)
+        want = expected(args) | expected_ids(args)
+        assert {name: args[name].tolist() for name in want} == want, provider
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_ids_by_hand(provider: str) -> None:
+    args = arguments([63, 0], [3, 2], torch.tensor([[3, 4], [5, 6]]), rows=7)
+    args |= ids_arguments([3, 2], 7, True, 0)
+    args["new_ids"], args["tail_ids"] = torch.arange(11, 16, device=s.DEVICE), int32([98, 99])
+    s.call("fill_batch_metadata", provider, args)
+    assert args["input_ids"].tolist() == [12, 13, 98, 15, 99, 0, 0]
+    assert args["last_rows"][:3].tolist() == [2, 4, -77]
+    args["tail_ids"] = None
+    s.call("fill_batch_metadata", provider, args)
+    assert args["input_ids"].tolist() == [11, 12, 13, 14, 15, 0, 0]
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_parts_of_one_staging_tensor(provider: str) -> None:
+    """What ``fill_staged`` takes from one tensor is what the operator takes from many."""
+    prefix, new, table = [70, 0, 3], [5, 4, 1], s.integers(1000, 9).view(3, 3).int()
+    want, got = (BatchMetadata.allocate(16, 4, 3, 8, s.DEVICE) for _ in range(2))
+    ids, tails = s.integers(500, 10).int(), int32([7, 8, 9])
+    custom_ops.fill_batch_metadata(
+        int32(prefix), int32(new), table, want.positions, want.slots, want.kv_lens, want.select_lens,
+        want.request_of_row, want.page_table, want.num_rows_device, 8, ids, tails, want.input_ids, want.last_rows,
+    )  # fmt: skip
+    staged = torch.cat((int32([*prefix, *new, -5]), table.flatten(), ids, tails))
+    with use_provider("fill_batch_metadata", provider):
+        fill_staged(got, staged, 3, (staged, 7, 3), 3, (staged, 16), (staged, 26))
+    for name in (*BUFFERS, "page_table", "num_rows_device", "input_ids", "last_rows"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)
@@ -119,6 +191,12 @@ def test_wrong_arguments() -> None:
     refused({"request_of_row": args["request_of_row"].repeat(2)[::2]}, "request_of_row", "contiguous")
     refused({"num_rows": args["slots"][:1]}, "num_rows", "got torch.int64")
     refused({"index_topk": 0}, "index_topk", "at least 1")
+    ids = ids_arguments([3, 2], 6, True, 0)
+    refused(ids | {"input_ids": None}, "input_ids", "given with new_ids")
+    refused(ids | {"new_ids": None, "input_ids": None}, "tail_ids", "given with new_ids")
+    refused(ids | {"tail_ids": ids["tail_ids"][:1]}, "tail_ids", "[2], got [1]")
+    refused(ids | {"input_ids": ids["input_ids"].int()}, "input_ids", "got torch.int32")
+    refused(ids | {"last_rows": ids["last_rows"][:1]}, "last_rows", "2 or more")
     with debug_checks():
         refused({"new_lens": int32([5, 2])}, "new_lens", "sum at most 6, got 7")
         refused({"prefix_lens": int32([126, 0])}, "prefix_lens [+] new_lens", "[0, 129)")
