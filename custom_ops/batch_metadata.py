@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -73,6 +74,18 @@ class BatchMetadata:
 ROW_BUFFERS = ("input_ids", "positions", "slots", "kv_lens", "select_lens", "request_of_row")
 
 
+class PendingLoads(Protocol):
+    """KV that is on its way into the caches."""
+
+    def wait(self, layer_id: int | None = None) -> None:
+        """What runs next comes after the loads into a layer (None: into every layer)."""
+        ...
+
+    def flush(self) -> None:
+        """Block until all copies, to and from the caches, are done."""
+        ...
+
+
 @dataclass
 class ForwardContext:
     """What the ops with a ``layer_id`` find at run time.
@@ -100,6 +113,8 @@ class ForwardContext:
             caches = {"index_k": self.index_k, "latent_kv": self.latent_kv}[name]
             if layer_id not in caches:
                 raise KeyError(f"layer_id: no {name} cache for layer {layer_id}, there are {sorted(caches)}")
+            if self.loads is not None:
+                self.loads.wait(layer_id)
             return caches[layer_id]
         if self.metadata is None:
             raise RuntimeError(f"{name}: the current forward context has no batch metadata")

@@ -1,16 +1,21 @@
-"""Paged KV pools, their allocator, and typed views of the caches."""
+"""Paged KV pools, their allocator, typed views of the caches, and pages in host memory."""
 
 from .allocator import OutOfPages, PageAllocator
+from .host import EvictedPages, HostKV
 from .pool import PagedKV
 from .requests import RequestPages, page_table
+from .transfers import TransferError
 from .views import LayerReader, LayerWriter
 
 __all__ = [
+    "EvictedPages",
+    "HostKV",
     "LayerReader",
     "LayerWriter",
     "OutOfPages",
     "PageAllocator",
     "PagedKV",
     "RequestPages",
+    "TransferError",
     "page_table",
 ]

@@ -18,7 +18,8 @@ class OutOfPages(RuntimeError):
 class PageAllocator:
     """Hands out page numbers 1 .. num_pages - 1.
 
-    on_free: called with the list of pages that just became free.
+    on_free: each is called with the list of pages that just became free. on_short: called with the number of pages
+    that an allocation lacks, before it fails.
     Every method either does all that it was asked or raises and changes nothing.
     """
 
@@ -26,7 +27,8 @@ class PageAllocator:
         if num_pages < 2:
             raise ValueError(f"PageAllocator: num_pages must be at least 2 (page 0 is kept), got {num_pages}")
         self.num_pages = num_pages
-        self._on_free = on_free
+        self.on_free = [] if on_free is None else [on_free]
+        self.on_short: Callable[[int], None] | None = None
         self._free = list(range(num_pages - 1, 0, -1))
         self._holders: dict[int, int] = {}
 
@@ -43,6 +45,8 @@ class PageAllocator:
         """``count`` free pages, each held once now. Raises OutOfPages if fewer are free."""
         if count < 0:
             raise ValueError(f"PageAllocator: count must be >= 0, got {count}")
+        if count > len(self._free) and self.on_short is not None:
+            self.on_short(count - len(self._free))
         if count > len(self._free):
             raise OutOfPages(f"{count} pages asked for, {len(self._free)} of {self.num_pages - 1} are free")
         pages = [self._free.pop() for _ in range(count)]
@@ -71,8 +75,9 @@ class PageAllocator:
                 del self._holders[page]
                 released.append(page)
         self._free += reversed(released)
-        if released and self._on_free is not None:
-            self._on_free(released)
+        if released:
+            for react in self.on_free:
+                react(released)
 
     def close(self) -> None:
         """Check that every page came back. Raises RuntimeError naming the pages still held."""

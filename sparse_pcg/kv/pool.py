@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext
+from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, PendingLoads
 
 from .allocator import PageAllocator
 from .requests import RequestPages
@@ -50,6 +50,7 @@ class PagedKV:
         if len(set(indexed)) != len(indexed) or not set(indexed) <= set(range(num_layers)):
             raise ValueError(f"PagedKV: index_layers must be distinct ids below {num_layers}, got {indexed}")
         self.layout = layout
+        self.loads: PendingLoads | None = None  # set by a ``HostKV``
         self.allocator = PageAllocator(num_pages, on_free=self._poison_pages if poison else None)
         row, element = LAYOUTS[layout]
         # One allocation per kind: whoever registers, offloads or frees a pool has one tensor to handle.
@@ -77,10 +78,12 @@ class PagedKV:
 
     def layer(self, layer_id: int) -> LayerWriter:
         """The view to store into a layer's caches through. Raises ValueError for an unknown layer."""
+        self._wait(layer_id)
         return LayerWriter(layer_id, self.layout, self._latent(layer_id), self.index_k.get(layer_id))
 
     def read(self, layer_id: int) -> LayerReader:
         """The view to read a layer's caches through. Raises ValueError for an unknown layer."""
+        self._wait(layer_id)
         return LayerReader(layer_id, self.layout, self._latent(layer_id), self.index_k.get(layer_id))
 
     def request(self) -> RequestPages:
@@ -89,11 +92,17 @@ class PagedKV:
 
     def context(self, metadata: BatchMetadata | None, workspace_bytes: int = 1 << 30) -> ForwardContext:
         """What the ops with a ``layer_id`` look up: ``metadata`` and these caches."""
-        return ForwardContext(metadata, self.index_k, self.latent_kv, self.layout, workspace_bytes)
+        return ForwardContext(metadata, self.index_k, self.latent_kv, self.layout, workspace_bytes, self.loads)
 
     def close(self) -> None:
         """Raises RuntimeError naming the pages that some request still holds."""
+        if self.loads is not None:
+            self.loads.flush()
         self.allocator.close()
+
+    def _wait(self, layer_id: int) -> None:
+        if self.loads is not None and layer_id in self.latent_kv:
+            self.loads.wait(layer_id)
 
     def _latent(self, layer_id: int) -> torch.Tensor:
         if layer_id not in self.latent_kv:
