@@ -18,17 +18,27 @@ AMAX_FLOOR = 1e-4
 
 
 @triton.jit
-def e4m3_scale(x: tl.tensor, axis: tl.constexpr, ROUND_SCALE: tl.constexpr) -> tl.tensor:
-    """The scale of each block of a float32 tile, reduced over ``axis`` (kept with size 1)."""
-    # tl.max passes over NaN, so it is looked for separately.
-    amax = tl.max(tl.abs(x), axis, keep_dims=True)
+def largest_magnitude(x: tl.tensor, axis: tl.constexpr) -> tl.tensor:
+    """max |x| over ``axis`` (kept with size 1) as the bits of a float32; NaN is above everything."""
+    return tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis, keep_dims=True)
+
+
+@triton.jit
+def scale_of_magnitude(bits: tl.tensor, ROUND_SCALE: tl.constexpr) -> tl.tensor:
+    """The e4m3 scale of blocks whose ``largest_magnitude`` is ``bits``."""
+    amax = bits.to(tl.float32, bitcast=True)
     scale = tl.div_rn(tl.maximum(amax, 1e-4), tl.full(amax.shape, 448.0, tl.float32))
     if ROUND_SCALE:
         # Carry any mantissa bit into the exponent: exact, unlike exp2(ceil(log2(scale))).
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
-    has_nan = tl.max((x != x).to(tl.int32), axis, keep_dims=True) > 0
-    return tl.where(has_nan, float("nan"), scale)
+    return tl.where(amax != amax, float("nan"), scale)
+
+
+@triton.jit
+def e4m3_scale(x: tl.tensor, axis: tl.constexpr, ROUND_SCALE: tl.constexpr) -> tl.tensor:
+    """The scale of each block of a float32 tile, reduced over ``axis`` (kept with size 1)."""
+    return scale_of_magnitude(largest_magnitude(x, axis), ROUND_SCALE)
 
 
 @triton.jit
@@ -37,6 +47,11 @@ def to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
     x, scale = tl.broadcast(x, scale)
     y = tl.div_rn(x, scale)
     return tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+
+
+# Elements and warps of a program.
+_ELEMENTS = 1024
+_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -110,10 +125,10 @@ def _triton(
         rows = as_rows(x, x.shape[-1])
         blocks_per_row = x.shape[-1] // block_size
         width = next_power_of_two(block_size)
-        blocks = max(1, 1024 // width)
+        blocks = max(1, _ELEMENTS // width)
         _quant_kernel[(triton.cdiv(rows.shape[0] * blocks_per_row, blocks),)](
             rows, q, scale, rows.stride(0), rows.shape[0], blocks_per_row, block_size,
-            ROUND_SCALE=round_scale, BLOCKS=blocks, WIDTH=width, num_warps=4, enable_fp_fusion=False,
+            ROUND_SCALE=round_scale, BLOCKS=blocks, WIDTH=width, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return q, scale
 

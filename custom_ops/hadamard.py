@@ -31,6 +31,11 @@ def hadamard_rows(x: tl.tensor, ROWS: tl.constexpr, N: tl.constexpr, LOG_N: tl.c
     return x
 
 
+# Elements and warps of a program.
+_ELEMENTS = 1024
+_WARPS = 4
+
+
 # The row count is never specialised on: a new batch size must not compile anything.
 @triton.jit(do_not_specialize=["num_rows"])
 def _hadamard_kernel(
@@ -79,10 +84,10 @@ def _triton(x: torch.Tensor, scale: float) -> torch.Tensor:
     out = x.new_empty(x.shape)
     if x.numel():
         rows = as_rows(x, n)
-        block = max(1, 1024 // n)
+        block = max(1, _ELEMENTS // n)
         _hadamard_kernel[(triton.cdiv(rows.shape[0], block),)](
             rows, out, rows.stride(0), rows.shape[0], scale, ROWS=block, N=n, LOG_N=n.bit_length() - 1,
-            num_warps=8 if n > 2048 else 4, enable_fp_fusion=False,
+            num_warps=8 if n > 2048 else _WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

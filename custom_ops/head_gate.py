@@ -13,40 +13,92 @@ from custom_ops._checks import FLOATS, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops._rows import next_power_of_two, unit_stride
 
+# The hidden dim is summed in slices of a fixed length, each from zero, and the slices are added in order. So it does
+# not matter who sums a slice: a row's gates depend neither on the other rows nor on their number.
+SLICE = 512
+_ROWS, _STEP, _STAGES, _WARPS = 32, 128, 4, 4
+_FEW = 100  # tiles of rows and heads below which a program a slice fills the GPU better than a program a tile
 
-# The reduction runs over the hidden dim in one fixed order: a row's gates do not depend on the other rows.
-@triton.jit(do_not_specialize=["num_rows"])
+
+@triton.jit
+def _store_gates(
+    gate: tl.tensor,
+    q_scale: tl.tensor,
+    out: tl.tensor,
+    at: tl.tensor,
+    mask: tl.tensor,
+    n_heads_inv_sqrt: tl.tensor,
+    softmax_scale: tl.tensor,
+) -> None:
+    gate = gate * n_heads_inv_sqrt * tl.load(q_scale + at, mask=mask, other=0.0) * softmax_scale
+    tl.store(out + at, gate, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows", "slices_each"])
 def _head_gate_kernel(
     x: tl.tensor,
     weight: tl.tensor,
     q_scale: tl.tensor,
     out: tl.tensor,
+    sums: tl.tensor,
     x_stride: tl.tensor,
     weight_stride: tl.tensor,
     num_rows: tl.tensor,
     heads: tl.tensor,
     hidden: tl.tensor,
+    slices_each: tl.tensor,
     n_heads_inv_sqrt: tl.tensor,
     softmax_scale: tl.tensor,
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
     STEP: tl.constexpr,
+    SLICE: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
+    """A program sums ``slices_each`` slices: all of them and writes ``out``, or one and writes ``sums``."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     step = tl.arange(0, STEP)
     x_row = x + row.to(tl.int64)[:, None] * x_stride
     w_row = weight + head.to(tl.int64)[None, :] * weight_stride
+    slices = tl.cdiv(hidden, SLICE)
+    first = tl.program_id(2) * slices_each
     gate = tl.zeros((ROWS, HEADS), tl.float32)
-    for begin in range(0, hidden, STEP):
-        at = begin + step
-        a = tl.load(x_row + at[None, :], mask=(row < num_rows)[:, None] & (at < hidden)[None, :], other=0.0)
-        b = tl.load(w_row + at[:, None], mask=(head < heads)[None, :] & (at < hidden)[:, None], other=0.0)
-        gate = tl.dot(a, b, gate, input_precision="ieee")
+    for part in range(first, tl.minimum(first + slices_each, slices)):
+        part_sum = tl.zeros((ROWS, HEADS), tl.float32)
+        for begin in tl.range(part * SLICE, tl.minimum((part + 1) * SLICE, hidden), STEP, num_stages=STAGES):
+            at = begin + step
+            a = tl.load(x_row + at[None, :], mask=(row < num_rows)[:, None] & (at < hidden)[None, :], other=0.0)
+            b = tl.load(w_row + at[:, None], mask=(head < heads)[None, :] & (at < hidden)[:, None], other=0.0)
+            part_sum = tl.dot(a, b, part_sum, input_precision="ieee")
+        gate += part_sum
     mask = (row < num_rows)[:, None] & (head < heads)[None, :]
     at = row.to(tl.int64)[:, None] * heads + head[None, :]
-    gate = gate * n_heads_inv_sqrt * tl.load(q_scale + at, mask=mask, other=0.0) * softmax_scale
-    tl.store(out + at, gate, mask=mask)
+    if slices_each >= slices:
+        _store_gates(gate, q_scale, out, at, mask, n_heads_inv_sqrt, softmax_scale)
+    else:
+        tl.store(sums + first.to(tl.int64) * num_rows * heads + at, gate, mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _add_slices_kernel(
+    sums: tl.tensor,
+    q_scale: tl.tensor,
+    out: tl.tensor,
+    num_rows: tl.tensor,
+    heads: tl.tensor,
+    n_heads_inv_sqrt: tl.tensor,
+    softmax_scale: tl.tensor,
+    SLICES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    gates = num_rows.to(tl.int64) * heads
+    mask = at < gates
+    gate = tl.zeros((BLOCK,), tl.float32)
+    for part in tl.static_range(SLICES):
+        gate += tl.load(sums + part * gates + at, mask=mask, other=0.0)
+    _store_gates(gate, q_scale, out, at, mask, n_heads_inv_sqrt, softmax_scale)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -135,11 +187,23 @@ def _triton(
     if out.numel():
         x, weight = unit_stride(x), unit_stride(weight)
         (rows, hidden), heads = x.shape, weight.shape[0]
-        _head_gate_kernel[(triton.cdiv(rows, 16), triton.cdiv(heads, 16))](
-            x, weight, q_scale, out, x.stride(0), weight.stride(0), rows, heads, hidden,
-            n_heads_inv_sqrt, softmax_scale,
-            ROWS=16, HEADS=16, STEP=128, num_warps=4, num_stages=4, enable_fp_fusion=False,
+        block = min(64, max(16, next_power_of_two(heads)))
+        blocks = triton.cdiv(rows, _ROWS), triton.cdiv(heads, block)
+        slices = triton.cdiv(hidden, SLICE)
+        split = slices > 1 and blocks[0] * blocks[1] < _FEW
+        # Where no sums are needed, a pointer of the same type: both ways are one binary.
+        sums = out.new_empty(slices, rows, heads) if split else out
+        _head_gate_kernel[(*blocks, slices if split else 1)](
+            x, weight, q_scale, out, sums, x.stride(0), weight.stride(0), rows, heads, hidden,
+            1 if split else slices, n_heads_inv_sqrt, softmax_scale,
+            ROWS=_ROWS, HEADS=block, STEP=_STEP, SLICE=SLICE, STAGES=_STAGES, num_warps=_WARPS,
+            enable_fp_fusion=False,
         )  # fmt: skip
+        if split:
+            _add_slices_kernel[(triton.cdiv(rows * heads, 256),)](
+                sums, q_scale, out, rows, heads, n_heads_inv_sqrt, softmax_scale,
+                SLICES=slices, BLOCK=256, num_warps=4, enable_fp_fusion=False,
+            )  # fmt: skip
     return out
 
 
@@ -182,11 +246,19 @@ KERNELS = [
     (
         _head_gate_kernel,
         {
-            "x": "*bf16", "weight": "*bf16", "q_scale": "*fp32", "out": "*fp32", "x_stride": "i32",
-            "weight_stride": "i32", "num_rows": "i32", "heads": "i32", "hidden": "i32",
+            "x": "*bf16", "weight": "*bf16", "q_scale": "*fp32", "out": "*fp32", "sums": "*fp32", "x_stride": "i32",
+            "weight_stride": "i32", "num_rows": "i32", "heads": "i32", "hidden": "i32", "slices_each": "i32",
             "n_heads_inv_sqrt": "fp32", "softmax_scale": "fp32",
         },
-        {"ROWS": 16, "HEADS": 16, "STEP": 128, "num_stages": 4},
+        {"ROWS": _ROWS, "HEADS": 64, "STEP": _STEP, "SLICE": SLICE, "STAGES": _STAGES},
+    ),
+    (
+        _add_slices_kernel,
+        {
+            "sums": "*fp32", "q_scale": "*fp32", "out": "*fp32", "num_rows": "i32", "heads": "i32",
+            "n_heads_inv_sqrt": "fp32", "softmax_scale": "fp32",
+        },
+        {"SLICES": 14, "BLOCK": 256},
     ),
     (
         _scale_gate_kernel,

@@ -16,7 +16,7 @@ from custom_ops._checks import FLOATS, check_tensor
 from custom_ops._register import Provider, define
 from custom_ops._rows import unit_stride
 from custom_ops.batch_metadata import PAGE
-from custom_ops.fp8_quant import e4m3_scale, quant_fp8_reference, to_e4m3
+from custom_ops.fp8_quant import largest_magnitude, quant_fp8_reference, scale_of_magnitude, to_e4m3
 from custom_ops.hadamard import hadamard_reference, hadamard_rows
 from custom_ops.index_cache import (
     HEAD_DIM,
@@ -24,23 +24,51 @@ from custom_ops.index_cache import (
     check_slots,
     index_k_store_reference,
     page_views,
-    store_keys,
 )
 from custom_ops.layernorm import check_affine, layernorm_reference, normalized_rows
-from custom_ops.rope import apply_rope_reference, check_positions, rope_partner, rotated_rows
+from custom_ops.rope import apply_rope_reference, check_positions, joined, load_pairs, rotated
 
 ROPE_DIM = 64
 HADAMARD_SCALE = HEAD_DIM**-0.5
 
 
+_K_ROWS, _K_WARPS = 4, 4
+_Q_ROWS, _Q_WARPS = 8, 4
+
+
+# A row is two tiles of 64: the rotated dims and the others. The last stage of the transform, the scale and the stores
+# need no more than the two side by side.
 @triton.jit
-def _finish(y: tl.tensor, ROWS: tl.constexpr, HADAMARD: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def _finish(
+    low: tl.tensor, high: tl.tensor, ROWS: tl.constexpr, HADAMARD: tl.constexpr, dtype: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Round to dtype and transform: what follows the rotation in both K and Q."""
-    y = y.to(dtype).to(tl.float32)
+    low = low.to(dtype).to(tl.float32)
+    high = high.to(dtype).to(tl.float32)
     if HADAMARD:
-        y = hadamard_rows(y, ROWS, 128, 7) * 0.08838834764831845
-        y = y.to(dtype).to(tl.float32)
-    return y
+        low, high = hadamard_rows(low, ROWS, 64, 6), hadamard_rows(high, ROWS, 64, 6)
+        low, high = (low + high) * 0.08838834764831845, (low - high) * 0.08838834764831845
+        low = low.to(dtype).to(tl.float32)
+        high = high.to(dtype).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _store_row(
+    low: tl.tensor,
+    high: tl.tensor,
+    q_row: tl.tensor,
+    scale_at: tl.tensor,
+    mask: tl.tensor,
+    ROUND_SCALE: tl.constexpr,
+) -> None:
+    """Quantise and write 128 elements to the e4m3 row pointers, and their scale; all [ROWS, 1]."""
+    largest = tl.maximum(largest_magnitude(low, 1), largest_magnitude(high, 1))
+    scale = scale_of_magnitude(largest, ROUND_SCALE)
+    dim = tl.arange(0, 64)[None, :]
+    tl.store(q_row + dim, to_e4m3(low, scale), mask=mask)
+    tl.store(q_row + 64 + dim, to_e4m3(high, scale), mask=mask)
+    tl.store(scale_at, scale, mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -62,28 +90,37 @@ def _k_prepare_kernel(
     ROUND_SCALE: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    mask = row < num_rows
+    table_row = table + tl.load(positions + row, mask=mask, other=0) * 64
+    slot = tl.load(slots + row, mask=mask, other=0)
+    source = k + row * row_stride
     dim = tl.arange(0, 128)[None, :]
-    # The row is read twice, once with each dim's partner in its place: cheaper than between threads.
-    partner = rope_partner(dim, 64, INTERLEAVED)
-    row_mask = (row < num_rows)[:, None]
-    source = k + row[:, None] * row_stride
-    x = tl.load(source + dim, mask=row_mask, other=0.0).to(tl.float32)
-    other = tl.load(source + partner, mask=row_mask, other=0.0).to(tl.float32)
-    mean, rstd = normalized_rows(x, dim < 128, eps, 128)
-    x = (x - mean) * rstd * tl.load(weight + dim).to(tl.float32)
-    other = (other - mean) * rstd * tl.load(weight + partner).to(tl.float32)
+    always = tl.full((1, 1), 1, tl.int1)
+    mean, rstd = normalized_rows(
+        tl.load(source + dim, mask=mask, other=0.0).to(tl.float32), dim < 128, eps, 128
+    )
+    # The row is read again by its parts, from the nearest cache: cheaper than between threads.
+    a, b = load_pairs(source, mask, ROWS, 32, 64, INTERLEAVED)
+    weight_a, weight_b = load_pairs(weight, always, 1, 32, 64, INTERLEAVED)
+    a, b = (a - mean) * rstd * weight_a, (b - mean) * rstd * weight_b
+    beyond = 64 + tl.arange(0, 64)[None, :]
+    high = tl.load(source + beyond, mask=mask, other=0.0).to(tl.float32)
+    high = (high - mean) * rstd * tl.load(weight + beyond).to(tl.float32)
     if HAS_BIAS:
-        x += tl.load(bias + dim).to(tl.float32)
-        other += tl.load(bias + partner).to(tl.float32)
+        bias_a, bias_b = load_pairs(bias, always, 1, 32, 64, INTERLEAVED)
+        a += bias_a
+        b += bias_b
+        high += tl.load(bias + beyond).to(tl.float32)
     dtype: tl.constexpr = k.dtype.element_ty
     if HADAMARD:
-        x = x.to(dtype).to(tl.float32)
-        other = other.to(dtype).to(tl.float32)
-    table_row = table + tl.load(positions + row[:, None], mask=row_mask, other=0) * 64
-    y = rotated_rows(x, other, dim, table_row, row_mask, 64, INTERLEAVED)
-    y = _finish(y, ROWS, HADAMARD, dtype)
-    store_keys(y, q_pages, scale_pages, slots, row, row < num_rows, ROUND_SCALE)
+        a = a.to(dtype).to(tl.float32)
+        b = b.to(dtype).to(tl.float32)
+    a, b = rotated(a, b, table_row, mask, 32, 64)
+    low, high = _finish(joined(a, b, ROWS, 32, INTERLEAVED), high, ROWS, HADAMARD, dtype)
+    page, token = slot // 64, slot % 64
+    q_row, scale_at = q_pages + page * 8448 + token * 128, scale_pages + page * 2112 + 2048 + token
+    _store_row(low, high, q_row, scale_at, mask, ROUND_SCALE)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -103,19 +140,16 @@ def _q_prepare_kernel(
     ROWS: tl.constexpr,
 ) -> None:
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    row_mask = row < num_rows
+    mask = row < num_rows
     token = (row // heads).to(tl.int64)
     source = q + token * token_stride + (row % heads) * head_stride
-    dim = tl.arange(0, 128)[None, :]
-    x = tl.load(source + dim, mask=row_mask, other=0.0).to(tl.float32)
-    other = tl.load(source + rope_partner(dim, 64, INTERLEAVED), mask=row_mask, other=0.0).to(tl.float32)
-    table_row = table + tl.load(positions + token, mask=row_mask, other=0) * 64
-    y = rotated_rows(x, other, dim, table_row, row_mask, 64, INTERLEAVED)
-    y = _finish(y, ROWS, HADAMARD, q.dtype.element_ty)
-    scale = e4m3_scale(y, 1, ROUND_SCALE)
+    table_row = table + tl.load(positions + token, mask=mask, other=0) * 64
+    a, b = load_pairs(source, mask, ROWS, 32, 64, INTERLEAVED)
+    high = tl.load(source + 64 + tl.arange(0, 64)[None, :], mask=mask, other=0.0).to(tl.float32)
+    a, b = rotated(a, b, table_row, mask, 32, 64)
+    low, high = _finish(joined(a, b, ROWS, 32, INTERLEAVED), high, ROWS, HADAMARD, q.dtype.element_ty)
     row = row.to(tl.int64)
-    tl.store(q_fp8 + row * 128 + dim, to_e4m3(y, scale), mask=row_mask)
-    tl.store(q_scale + row, scale, mask=row_mask)
+    _store_row(low, high, q_fp8 + row * 128, q_scale + row, mask, ROUND_SCALE)
 
 
 def _check_k(
@@ -192,10 +226,10 @@ def _triton_k(
     rows = k.shape[0]
     if rows:
         k = unit_stride(k)
-        _k_prepare_kernel[(triton.cdiv(rows, 4),)](
+        _k_prepare_kernel[(triton.cdiv(rows, _K_ROWS),)](
             k, weight, bias, positions, cos_sin_cache, *page_views(cache), slots, k.stride(0), rows, eps,
             HAS_BIAS=bias is not None, INTERLEAVED=interleaved, HADAMARD=hadamard, ROUND_SCALE=round_scale,
-            ROWS=4, num_warps=4, enable_fp_fusion=False,
+            ROWS=_K_ROWS, num_warps=_K_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
 
 
@@ -250,10 +284,10 @@ def _triton_q(
     if q.numel():
         q = unit_stride(q)
         rows, heads = q.shape[0] * q.shape[1], q.shape[1]
-        _q_prepare_kernel[(triton.cdiv(rows, 8),)](
+        _q_prepare_kernel[(triton.cdiv(rows, _Q_ROWS),)](
             q, positions, cos_sin_cache, q_fp8, q_scale, q.stride(0), q.stride(1), rows, heads,
             INTERLEAVED=interleaved, HADAMARD=hadamard, ROUND_SCALE=round_scale,
-            ROWS=8, num_warps=4, enable_fp_fusion=False,
+            ROWS=_Q_ROWS, num_warps=_Q_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return q_fp8, q_scale
 

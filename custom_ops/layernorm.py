@@ -27,6 +27,11 @@ def normalized_rows(
     return mean, 1.0 / tl.sqrt_rn(variance + eps)
 
 
+# Elements and warps of a program with rows of up to 2048.
+_ELEMENTS = 1024
+_WARPS = 4
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _layernorm_kernel(
     x: tl.tensor,
@@ -94,11 +99,11 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ep
     if x.numel():
         rows = as_rows(x, columns)
         width = next_power_of_two(columns)
-        block = max(1, 1024 // width)
+        block = max(1, _ELEMENTS // width)
         _layernorm_kernel[(triton.cdiv(rows.shape[0], block),)](
             rows, weight, bias, out, rows.stride(0), rows.shape[0], columns, eps,
             HAS_BIAS=bias is not None, ROWS=block, WIDTH=width,
-            num_warps=4 if width <= 2048 else 16, enable_fp_fusion=False,
+            num_warps=_WARPS if width <= 2048 else 16, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

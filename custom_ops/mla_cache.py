@@ -17,11 +17,13 @@ from custom_ops._register import Provider, define, require
 from custom_ops._rows import unit_stride
 from custom_ops.fp8_quant import E4M3_MAX, e4m3_scale, quant_fp8_reference, to_e4m3
 from custom_ops.index_cache import check_slots
-from custom_ops.rope import apply_rope_reference, check_positions, rope_partner, rotated_rows
+from custom_ops.rope import apply_rope_reference, check_positions, joined, load_pairs
+from custom_ops.rope import rotated as turned
 
 LATENT, ROPE = 512, 64
 PACKED_BYTES = 656
 LAYOUTS = ("bf16", "fp8_packed", "fp8")
+_ROWS, _WARPS = 2, 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -67,12 +69,13 @@ def _store_kernel(
     dim = tl.arange(0, 64)[None, :]
     mask = row_mask[:, None]
     source = k_rope + row[:, None] * rope_stride
-    y = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
     if WITH_ROPE:
-        other = tl.load(source + rope_partner(dim, 64, INTERLEAVED), mask=mask, other=0.0).to(tl.float32)
+        a, b = load_pairs(source, mask, ROWS, 32, 64, INTERLEAVED)
         table_row = table + tl.load(positions + row, mask=row_mask, other=0)[:, None] * 64
-        y = rotated_rows(y, other, dim, table_row, mask, 64, INTERLEAVED)
-        y = y.to(k_rope.dtype.element_ty).to(tl.float32)
+        a, b = turned(a, b, table_row, mask, 32, 64)
+        y = joined(a, b, ROWS, 32, INTERLEAVED).to(k_rope.dtype.element_ty).to(tl.float32)
+    else:
+        y = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
     if LAYOUT == "fp8_packed":
         tl.store(rotated + slot[:, None] * 328 + 264 + dim, y.to(tl.bfloat16), mask=mask)
     elif LAYOUT == "fp8":
@@ -197,10 +200,10 @@ def _launch(
     latent, scales, rotated = cache, None, cache
     if layout == "fp8_packed":
         latent, scales, rotated = cache.view(E4M3), cache.view(torch.float32), cache.view(torch.bfloat16)
-    _store_kernel[(triton.cdiv(rows, 2),)](
+    _store_kernel[(triton.cdiv(rows, _ROWS),)](
         k_nope, k_rope, positions, cos_sin_cache, latent, scales, rotated, slots,
         k_nope.stride(0), k_rope.stride(0), rows,
-        LAYOUT=layout, WITH_ROPE=positions is not None, INTERLEAVED=interleaved, ROWS=2, num_warps=4,
+        LAYOUT=layout, WITH_ROPE=positions is not None, INTERLEAVED=interleaved, ROWS=_ROWS, num_warps=_WARPS,
         enable_fp_fusion=False,
     )  # fmt: skip
 

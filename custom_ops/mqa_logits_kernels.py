@@ -17,8 +17,6 @@ from custom_ops.index_cache import HEAD_DIM, PAGE_BYTES
 
 _SCALE_ROW = PAGE_BYTES // 4  # a page in float32 elements
 _SCALES_AT = PAGE * HEAD_DIM // 4  # where its scales begin
-_KV_BLOCK = 128
-_QUERY_BLOCK = 128  # (row, head) pairs of a tile
 
 
 @triton.jit
@@ -72,6 +70,7 @@ def _mqa_logits_kernel(
     ROWS: tl.constexpr,
     KV: tl.constexpr,
     DIM: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """A program takes ROWS rows and every num_programs(1)-th K tile that any of them sees."""
     first = tl.program_id(0) * ROWS
@@ -82,7 +81,7 @@ def _mqa_logits_kernel(
     q_tile, gates = _load_queries(q, weights, first, num_rows, HEADS, HEADS_P2, ROWS, DIM)
     out_row = out + row.to(tl.int64) * out_stride
     last = tl.cdiv(tl.max(end), KV)
-    for tile in range(tl.min(start) // KV + tl.program_id(1), last, tl.num_programs(1)):
+    for tile in tl.range(tl.min(start) // KV + tl.program_id(1), last, tl.num_programs(1), num_stages=STAGES):
         column = tile * KV + tl.arange(0, KV)
         inside = column < width
         offset = column.to(tl.int64)[:, None] * DIM + tl.arange(0, DIM)[None, :]
@@ -112,12 +111,17 @@ def _paged_mqa_logits_kernel(
     ROWS: tl.constexpr,
     KV: tl.constexpr,
     DIM: tl.constexpr,
+    STAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     PAGE_ROW: tl.constexpr,
     SCALE_ROW: tl.constexpr,
     SCALES_AT: tl.constexpr,
 ) -> None:
-    """As the ragged kernel, for each request that has rows here (in a sorted batch one, seldom two)."""
+    """As the ragged kernel, for each request that has rows here (in a sorted batch one, seldom two).
+
+    A tile is whole pages, one or two; their numbers are read one tile ahead, so that no tile waits for them. What
+    lies in a page beyond the request's tokens is read and not stored.
+    """
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
     length = tl.minimum(tl.load(kv_lens + row, mask=row < num_rows, other=0), width)
@@ -125,36 +129,45 @@ def _paged_mqa_logits_kernel(
     owner = tl.where(length > 0, owner, 0x7FFFFFFF)
     q_tile, gates = _load_queries(q, weights, first, num_rows, HEADS, HEADS_P2, ROWS, DIM)
     out_row = out + row.to(tl.int64) * out_stride
+    at = tl.arange(0, KV)
+    token = at % PAGE_SIZE
+    PAGES: tl.constexpr = KV // PAGE_SIZE
+    step = tl.num_programs(1)
     request = tl.min(owner)
     while request < 0x7FFFFFFF:
         seen = tl.where(owner == request, length, 0)
         longest = tl.max(seen)
         table = page_table + request.to(tl.int64) * table_stride
-        for tile in range(tl.program_id(1), tl.cdiv(longest, KV), tl.num_programs(1)):
-            column = tile * KV + tl.arange(0, KV)
-            inside = column < longest
-            page = tl.load(table + column // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-            token = column % PAGE_SIZE
-            offset = (page * PAGE_ROW + token * DIM)[:, None] + tl.arange(0, DIM)[None, :]
-            k_tile = tl.load(cache + offset, mask=inside[:, None], other=0.0)
-            scale = tl.load(cache_scales + page * SCALE_ROW + SCALES_AT + token, mask=inside, other=0.0)
+        final = tl.cdiv(longest, PAGE_SIZE) - 1
+        lower = tl.load(table + tl.minimum(tl.program_id(1) * PAGES, final))
+        upper = tl.load(table + tl.minimum(tl.program_id(1) * PAGES + PAGES - 1, final))
+        for tile in tl.range(tl.program_id(1), tl.cdiv(longest, KV), step, num_stages=STAGES):
+            page = tl.where(at < PAGE_SIZE, lower, upper).to(tl.int64)
+            lower = tl.load(table + tl.minimum((tile + step) * PAGES, final))
+            upper = tl.load(table + tl.minimum((tile + step) * PAGES + PAGES - 1, final))
+            k_tile = tl.load(cache + (page * PAGE_ROW + token * DIM)[:, None] + tl.arange(0, DIM)[None, :])
+            scale = tl.load(cache_scales + page * SCALE_ROW + SCALES_AT + token)
             logits = _logits_tile(k_tile, scale, q_tile, gates, ROWS, HEADS_P2)
-            wanted = column[:, None] < seen[None, :]
-            tl.store(out_row[None, :] + column[:, None], logits, mask=wanted)
+            column = tile * KV + at
+            tl.store(out_row[None, :] + column[:, None], logits, mask=column[:, None] < seen[None, :])
         request = tl.min(tl.where(owner > request, owner, 0x7FFFFFFF))
 
 
-def _tiling(heads: int) -> dict[str, int]:
+def tiling(heads: int, pairs: int = 128, kv: int = 128, num_warps: int = 8, stages: int = 3) -> dict[str, int]:
+    """pairs: (row, head) pairs of a tile, kv: tokens of a tile."""
     padded = triton.next_power_of_2(heads)
-    rows = max(1, min(16, _QUERY_BLOCK // padded))
-    return {"HEADS": heads, "HEADS_P2": padded, "ROWS": rows, "KV": _KV_BLOCK, "DIM": HEAD_DIM}
+    rows = max(1, min(16, pairs // padded))
+    return {
+        "HEADS": heads, "HEADS_P2": padded, "ROWS": rows, "KV": kv, "DIM": HEAD_DIM, "STAGES": stages,
+        "num_warps": num_warps,
+    }  # fmt: skip
 
 
-def _grid(rows: int, width: int, tiling: dict[str, int]) -> tuple[int, int]:
+def _grid(rows: int, width: int, tiles: dict[str, int]) -> tuple[int, int]:
     """Row blocks, and K splits enough to fill a GPU: who computes a logit, never its value."""
-    blocks = triton.cdiv(rows, tiling["ROWS"])
-    tiles = triton.cdiv(width, _KV_BLOCK)
-    return blocks, max(1, min(triton.cdiv(tiles, 4), triton.cdiv(1024, blocks)))
+    blocks = triton.cdiv(rows, tiles["ROWS"])
+    steps = triton.cdiv(width, tiles["KV"])
+    return blocks, max(1, min(triton.cdiv(steps, 4), triton.cdiv(1024, blocks)))
 
 
 _PAGED_CONSTANTS = {
@@ -173,13 +186,14 @@ def launch_paged_mqa_logits(
     kv_lens: torch.Tensor,
     request_of_row: torch.Tensor,
     page_table: torch.Tensor,
+    tiles: dict[str, int] | None = None,
 ) -> None:
     """Write the logits of each row into ``out`` float32 [T, max_kv_len], of any row stride."""
     rows, width = out.shape
     if rows == 0 or width == 0:
         return
-    tiling = _tiling(q_fp8.shape[1])
-    _paged_mqa_logits_kernel[_grid(rows, width, tiling)](
+    tiles = tiles or tiling(q_fp8.shape[1])
+    _paged_mqa_logits_kernel[_grid(rows, width, tiles)](
         q_fp8,
         cache.view(E4M3),
         cache.view(torch.float32),
@@ -192,9 +206,8 @@ def launch_paged_mqa_logits(
         width,
         page_table.stride(0),
         out.stride(0),
-        **tiling,
+        **tiles,
         **_PAGED_CONSTANTS,
-        num_warps=8,
     )
 
 
@@ -206,14 +219,15 @@ def launch_mqa_logits(
     weights: torch.Tensor,
     starts: torch.Tensor,
     ends: torch.Tensor,
+    tiles: dict[str, int] | None = None,
 ) -> None:
     """Write the logits of each row into ``out`` float32 [T, S], of any row stride."""
     rows, width = out.shape
     if rows == 0 or width == 0:
         return
-    tiling = _tiling(q_fp8.shape[1])
-    _mqa_logits_kernel[_grid(rows, width, tiling)](
-        q_fp8, k_fp8, k_scale, weights, starts, ends, out, rows, width, out.stride(0), **tiling, num_warps=8
+    tiles = tiles or tiling(q_fp8.shape[1])
+    _mqa_logits_kernel[_grid(rows, width, tiles)](
+        q_fp8, k_fp8, k_scale, weights, starts, ends, out, rows, width, out.stride(0), **tiles
     )
 
 
@@ -232,7 +246,7 @@ KERNELS = [
                 "ends": "*i32",
                 "out_stride": "i64",
             },
-            {**_tiling(heads), "num_warps": 8},
+            tiling(heads),
         ),
         (
             _paged_mqa_logits_kernel,
@@ -246,7 +260,7 @@ KERNELS = [
                 "table_stride": "i32",
                 "out_stride": "i64",
             },
-            {**_tiling(heads), **_PAGED_CONSTANTS, "num_warps": 8},
+            {**tiling(heads), **_PAGED_CONSTANTS},
         ),
     )
 ]

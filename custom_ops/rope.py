@@ -16,34 +16,52 @@ from custom_ops._rows import next_power_of_two, require_float, unit_stride
 
 
 @triton.jit
-def rope_partner(dim: tl.tensor, ROPE_DIM: tl.constexpr, INTERLEAVED: tl.constexpr) -> tl.tensor:
-    """The other dim of the pair that ``dim`` is in; ``dim`` itself beyond ROPE_DIM."""
-    partner = dim ^ 1 if INTERLEAVED else (dim + ROPE_DIM // 2) % ROPE_DIM
-    return tl.where(dim < ROPE_DIM, partner, dim)
+def load_pairs(
+    source: tl.tensor, mask: tl.tensor, ROWS: tl.constexpr, HALF: tl.constexpr, ROPE_DIM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
+    """The two elements of each pair, float32 [ROWS, HALF] each; every load is of elements side by side.
+
+    source: [ROWS, 1] pointers to rows, read where mask [ROWS, 1]. HALF: a power of two, at least ROPE_DIM / 2.
+    """
+    if INTERLEAVED:
+        dim = tl.arange(0, 2 * HALF)[None, :]
+        both = tl.load(source + dim, mask=mask & (dim < ROPE_DIM), other=0.0).to(tl.float32)
+        return tl.split(tl.reshape(both, (ROWS, HALF, 2)))
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        inside = mask & (pair < ROPE_DIM // 2)
+        a = tl.load(source + pair, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(source + ROPE_DIM // 2 + pair, mask=inside, other=0.0).to(tl.float32)
+        return a, b
 
 
 @triton.jit
-def rotated_rows(
-    x: tl.tensor,
-    partner: tl.tensor,
-    dim: tl.tensor,
-    table_row: tl.tensor,
-    row_mask: tl.tensor,
-    ROPE_DIM: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-) -> tl.tensor:
-    """Rotate a float32 tile [ROWS, WIDTH], given the same tile with ``rope_partner`` applied to its columns.
+def rotated(
+    a: tl.tensor, b: tl.tensor, table_row: tl.tensor, mask: tl.tensor, HALF: tl.constexpr, ROPE_DIM: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """The pairs turned by the angles of their row. table_row: [ROWS, 1] pointers into the cos | sin table."""
+    pair = tl.arange(0, HALF)[None, :]
+    inside = mask & (pair < ROPE_DIM // 2)
+    cos = tl.load(table_row + pair, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(table_row + ROPE_DIM // 2 + pair, mask=inside, other=0.0).to(tl.float32)
+    return a * cos - b * sin, b * cos + a * sin
 
-    dim: [1, WIDTH] column numbers. table_row: [ROWS, 1] pointers to the rows of the cos | sin table.
-    """
-    inside = dim < ROPE_DIM
-    frequency = dim // 2 if INTERLEAVED else dim % (ROPE_DIM // 2)
-    second = dim % 2 == 1 if INTERLEAVED else dim >= ROPE_DIM // 2
-    mask = row_mask & inside
-    cos = tl.load(table_row + frequency, mask=mask, other=0.0).to(tl.float32)
-    sin = tl.load(table_row + ROPE_DIM // 2 + frequency, mask=mask, other=0.0).to(tl.float32)
-    turned = tl.where(second, x * cos + partner * sin, x * cos - partner * sin)
-    return tl.where(inside, turned, x)
+
+@triton.jit
+def joined(
+    a: tl.tensor, b: tl.tensor, ROWS: tl.constexpr, HALF: tl.constexpr, INTERLEAVED: tl.constexpr
+) -> tl.tensor:
+    """[ROWS, 2 * HALF]: the pairs in the places that ``load_pairs`` took them from, where HALF is ROPE_DIM / 2."""
+    pairs = tl.join(a, b)
+    if not INTERLEAVED:
+        pairs = tl.permute(pairs, (0, 2, 1))
+    return tl.reshape(pairs, (ROWS, 2 * HALF))
+
+
+# Programs of few rows and few warps: many of them hide the latency of two loads in a row (position, then angles).
+_ELEMENTS = 1024
+_WARPS = 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -60,19 +78,31 @@ def _rope_kernel(
     ROPE_DIM: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
 ) -> None:
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    dim = tl.arange(0, WIDTH)[None, :]
-    row_mask = (row < num_rows)[:, None]
-    mask = row_mask & (dim < width)
+    """REST: a power of two, at least the width beyond ROPE_DIM; 0: there is none."""
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    mask = row < num_rows
     token = (row // heads).to(tl.int64)
-    source = x + (token * token_stride + (row % heads) * head_stride)[:, None]
-    table_row = table + (tl.load(positions + token, mask=row < num_rows, other=0) * ROPE_DIM)[:, None]
-    tile = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
-    other = tl.load(source + rope_partner(dim, ROPE_DIM, INTERLEAVED), mask=mask, other=0.0).to(tl.float32)
-    y = rotated_rows(tile, other, dim, table_row, row_mask, ROPE_DIM, INTERLEAVED)
-    tl.store(out + row.to(tl.int64)[:, None] * width + dim, y.to(out.dtype.element_ty), mask=mask)
+    source = x + token * token_stride + (row % heads) * head_stride
+    target = out + row.to(tl.int64) * width
+    table_row = table + tl.load(positions + token, mask=mask, other=0) * ROPE_DIM
+    a, b = load_pairs(source, mask, ROWS, HALF, ROPE_DIM, INTERLEAVED)
+    if REST > 0:
+        dim = ROPE_DIM + tl.arange(0, REST)[None, :]
+        inside = mask & (dim < width)
+        tl.store(target + dim, tl.load(source + dim, mask=inside), mask=inside)
+    a, b = rotated(a, b, table_row, mask, HALF, ROPE_DIM)
+    if INTERLEAVED:
+        dim = tl.arange(0, 2 * HALF)[None, :]
+        y = joined(a, b, ROWS, HALF, True)
+        tl.store(target + dim, y.to(out.dtype.element_ty), mask=mask & (dim < ROPE_DIM))
+    else:
+        pair = tl.arange(0, HALF)[None, :]
+        inside = mask & (pair < ROPE_DIM // 2)
+        tl.store(target + pair, a.to(out.dtype.element_ty), mask=inside)
+        tl.store(target + ROPE_DIM // 2 + pair, b.to(out.dtype.element_ty), mask=inside)
 
 
 def check_positions(
@@ -122,13 +152,13 @@ def _triton(
     if x.numel():
         x = unit_stride(x)
         tokens, heads, width = x.shape[0], x.shape[1] if x.dim() == 3 else 1, x.shape[-1]
-        block_width = next_power_of_two(width)
-        block = max(1, 1024 // block_width)
+        rest = next_power_of_two(width - rope_dim) if width > rope_dim else 0
+        block = max(1, _ELEMENTS // next_power_of_two(width))
         _rope_kernel[(triton.cdiv(tokens * heads, block),)](
             x, positions, cos_sin_cache, out, x.stride(0), x.stride(1) if x.dim() == 3 else 0,
             tokens * heads, heads, width,
-            ROPE_DIM=rope_dim, INTERLEAVED=interleaved, ROWS=block, WIDTH=block_width,
-            num_warps=4, enable_fp_fusion=False,
+            ROPE_DIM=rope_dim, INTERLEAVED=interleaved, ROWS=block, HALF=next_power_of_two(rope_dim // 2),
+            REST=rest, num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
     return out
 
@@ -149,7 +179,7 @@ KERNELS = [
             "x": "*bf16", "positions": "*i64", "table": "*fp32", "out": "*bf16", "token_stride": "i32",
             "head_stride": "i32", "num_rows": "i32", "heads": "i32", "width": "i32",
         },
-        {"ROPE_DIM": 64, "INTERLEAVED": interleaved, "ROWS": 8, "WIDTH": 128},
+        {"ROPE_DIM": 64, "INTERLEAVED": interleaved, "ROWS": 8, "HALF": 32, "REST": 64},
     )
     for interleaved in (False, True)
 ]  # fmt: skip
