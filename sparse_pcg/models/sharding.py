@@ -41,14 +41,16 @@ class Rank:
             return config
         if config.local_experts is not None:
             raise ValueError("Rank: config must be that of a whole model, got one with local_experts")
+        local_experts, expert_width = None, config.moe_intermediate_size
         if self.expert_parallel:
-            experts = {"local_experts": self.span(config.n_routed_experts, "n_routed_experts")}
+            local_experts = self.span(config.n_routed_experts, "n_routed_experts")
         else:
-            experts = {"moe_intermediate_size": self.span(config.moe_intermediate_size, "moe_intermediate_size")[1]}
+            expert_width = self.span(expert_width, "moe_intermediate_size")[1]
         return replace(
             config,
             num_heads=self.span(config.num_heads, "num_heads")[1],
             intermediate_size=self.span(config.intermediate_size, "intermediate_size")[1],
             shared_intermediate_size=self.span(config.shared_width, "shared_intermediate_size")[1] or None,
-            **experts,
+            moe_intermediate_size=expert_width,
+            local_experts=local_experts,
         )
