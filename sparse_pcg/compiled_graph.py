@@ -7,6 +7,7 @@ do not mix, so it never pads). Before a replay the addresses of all static tenso
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -14,6 +15,8 @@ from typing import Any, cast
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from custom_ops.batch_metadata import current_context
 
 from . import session
 from .analysis import analyse
@@ -23,7 +26,7 @@ from .graphs import GraphDevice, device_for
 from .memory import Pool, overlaps, storage_ptr
 from .options import Options
 from .pieces import Distinct, compile_pieces, misalignment, real_storages
-from .plan import Plan, record_plan
+from .plan import Plan, Program, Ref, record_plan
 from .program import build_program
 from .rewrite import BoundInput, cut_overloads, overload_of, rewrite
 from .split import CUT, PIECE, Segment, split
@@ -53,6 +56,7 @@ class CompiledGraph:
 
     def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], options: Options) -> None:
         self.options = options
+        self.started = time.perf_counter()
         self.grad_enabled = torch.is_grad_enabled()
         self.structure = structure(gm)
         # A bare copy: the metadata on Dynamo's own graph would keep arguments alive.
@@ -75,6 +79,7 @@ class CompiledGraph:
             self.segments, analysis, reals, misalignment(cuda), options.compiler
         )
         self.program = build_program(own.graph, self.segments, self.distinct, analysis, placeholders)
+        self.program.before = _layer_waits(self.program, self.bound, len(examples))
         self.static = [i for i, n in enumerate(placeholders) if _is_static(n)]
         self.static += [len(examples) + i for i, b in enumerate(self.bound) if b.static]
         tensors = [i for i, n in enumerate(placeholders) if isinstance(analysis.values[n], torch.Tensor)]
@@ -96,9 +101,12 @@ class CompiledGraph:
         self._pinned = [*self.static, *touching]
         self._copied = [i for i in self.moving if i not in touching]
         self._entries: dict[_Key, _Entry | None] = {}
+        self._failed: dict[_Key, str] = {}  # what could not be captured, and why
         self._buffers = Buffers()
         self._pool: Pool | None = None
+        self._lent = False  # whether the pool is another graph's
         self._device: GraphDevice | None = None
+        self.build_seconds = time.perf_counter() - self.started
         LIVE.add(self)
 
     # What the registry of live graphs asks for.
@@ -120,16 +128,24 @@ class CompiledGraph:
 
     def pool_bytes(self) -> int:
         """Bytes of this graph's pool and copied-argument buffers."""
-        return (self._pool.nbytes if self._pool is not None else 0) + self._buffers.nbytes
+        own = self._pool is not None and not self._lent
+        return (self._pool.nbytes if own and self._pool is not None else 0) + self._buffers.nbytes
+
+    def share_pool(self, owner: CompiledGraph) -> None:
+        """Capture into the pool of ``owner`` from now on, if it has one; its memory stays the owner's."""
+        if self._pool is None and owner._pool is not None:
+            self._pool, self._lent = owner._pool, True
 
     def drop(self) -> None:
         """Drop captured graphs, buffers and the pool; the compiled pieces stay, and calls go on working."""
         with self._lock:
             self._entries.clear()
+            self._failed.clear()
             self._buffers = Buffers()
-            if self._pool is not None:
+            if self._pool is not None and not self._lent:
                 self._pool.release()
             self._pool = self._device = None
+            self._lent = False
 
     # Calls.
 
@@ -167,7 +183,9 @@ class CompiledGraph:
             return entry.inputs.deliver(entry.plan.outputs, inputs, self.options.static_outputs)
         if self.options.graphs == "off" or self.piece_count == 0:
             return self.program.run(inputs)
-        if not self._may_capture(sizes):
+        if key in self._failed:
+            self._leave("capture_failed", self._failed[key])
+        elif not self._may_capture(sizes):
             self._leave("size", f"size {self._size(sizes)} is not among the captured sizes")
         elif key in self._entries and not session.frozen():
             return self._capture(key, inputs)
@@ -187,14 +205,28 @@ class CompiledGraph:
     def _capture(self, key: _Key, inputs: list[Any]) -> list[Any]:
         static = StaticInputs(inputs, self._copied, self.written, self._buffers)
         static.copy_in(inputs)
-        plan = self.plan(static.tensors, label=f", size {self._size(key[0])}")
+        plan = self._record(static.tensors, label=f", size {self._size(key[0])}")
         assert plan is not None
-        self._entries[key] = _Entry(plan, static)
+        if plan.failure is None:
+            self._entries[key] = _Entry(plan, static)
+        else:
+            self._failed[key] = str(plan.failure)
+            self._leave("capture_failed", self._failed[key])
         static.copy_back(inputs)
-        return static.deliver(plan.outputs, inputs, self.options.static_outputs)
+        # The buffers of a plan that failed are nobody's: what leaves them is a copy.
+        return static.deliver(plan.outputs, inputs, self.options.static_outputs and plan.failure is None)
 
     def plan(self, inputs: Sequence[Any], *, variant: str = "cut", label: str = "") -> Plan | None:
-        """Record a plan for ``inputs``, all of which stay where they are, in our pool. None: graphs are off."""
+        """Record a plan for ``inputs``, all of which stay where they are, in our pool. None: graphs are off.
+
+        Raises CaptureError, after a run of the program, where it cannot be captured.
+        """
+        plan = self._record(inputs, variant=variant, label=label)
+        if plan is not None and plan.failure is not None:
+            raise plan.failure
+        return plan
+
+    def _record(self, inputs: Sequence[Any], *, variant: str = "cut", label: str = "") -> Plan | None:
         if self._device is None:
             self._device = device_for(self.options.graphs, inputs)
         if self._device is None:
@@ -207,7 +239,7 @@ class CompiledGraph:
         return [self._size(key[0]) for key, entry in self._entries.items() if entry is not None]
 
     def poison(self) -> None:
-        """Overwrite what an emulated pool holds: a step that reads stale memory then shows."""
+        """Overwrite what the pool holds: a step that reads stale memory then shows."""
         if self._pool is not None:
             self._pool.poison()
 
@@ -254,6 +286,26 @@ class CompiledGraph:
         for name in self.options.cut_ops:
             if not cut_overloads([name]) & present:
                 logger.warning("option 'cut_ops': %s matches nothing in this graph", name)
+
+
+def _layer_waits(program: Program, bound: list[BoundInput], first: int) -> Callable[[int], None]:
+    """Waits, before a step that is given caches, until their layers are loaded. first: number of the first bound input.
+
+    A cut looks its cache up itself.
+    """
+    layer_of = {first + i: b.layer_id for i, b in enumerate(bound) if b.layer_id is not None}
+    layers = [
+        sorted({layer_of[leaf.index] for leaf in step.args if isinstance(leaf, Ref) and leaf.index in layer_of})
+        for step in program.steps
+    ]
+
+    def wait(step: int) -> None:
+        context = current_context() if layers[step] else None
+        if context is not None and context.loads is not None:
+            for layer_id in layers[step]:
+                context.loads.wait(layer_id)
+
+    return wait
 
 
 def structure(gm: fx.GraphModule) -> tuple[str, ...]:

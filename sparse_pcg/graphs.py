@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar, Protocol
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from .errors import CaptureError, OptionError
-from .memory import Pool, StableOutputs, storage_ptr, view_like
+from .memory import Pool, StableOutputs, alias, storage_ptr, view_like
 
 
 class GraphDevice(Protocol):
@@ -32,8 +33,13 @@ class GraphDevice(Protocol):
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Capture ``fn(*args)``, with its effect taking place exactly once.
 
-        Returns what replays it, and its outputs, at the addresses that each replay writes.
+        Returns what replays it, and its outputs, at the addresses that each replay writes. Raises CaptureError, with
+        no effect, where it cannot be captured.
         """
+        ...
+
+    def refused(self, fn: Callable[..., Any], args: Sequence[Any], pool: Pool) -> bool:
+        """Whether a capture of ``fn(*args)`` fails, found out without any effect."""
         ...
 
 
@@ -70,18 +76,29 @@ class EmulatedDevice:
         graph = EmulatedGraph(fn, args, pool)
         return graph.replay, graph.outputs.tensors
 
+    def refused(self, fn: Callable[..., Any], args: Sequence[Any], pool: Pool) -> bool:
+        """Never known: to find out would be to run it."""
+        return False
+
 
 class CudaDevice:
     """CUDA graphs: one stream, one pool, capture calls without device-wide syncs."""
 
     _streams: ClassVar[dict[int, torch.cuda.Stream]] = {}
+    # A capture that failed leaves filters in the host allocator that point into its graph object: it must outlive them.
+    _broken: ClassVar[list[torch.cuda.CUDAGraph]] = []
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device("cuda", device.index if device.index is not None else torch.cuda.current_device())
 
     def new_pool(self) -> Pool:
-        """A graph memory pool; the captured graphs of its owner keep it alive."""
-        return Pool(self._device, torch.cuda.graph_pool_handle())
+        """A graph memory pool. It would end with its last graph, between two buckets too: an empty one keeps it."""
+        handle = torch.cuda.graph_pool_handle()
+        self.stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self.stream):
+            owner = self.begin(handle)
+            self.end(owner, empty=True)
+        return Pool(self._device, handle, owner)
 
     @property
     def stream(self) -> torch.cuda.Stream:
@@ -109,25 +126,86 @@ class CudaDevice:
             if was_enabled:
                 gc.enable()
 
+    def begin(self, handle: Any) -> torch.cuda.CUDAGraph:
+        """Start a capture on the current stream. What another thread allocates meanwhile does not break it."""
+        graph = torch.cuda.CUDAGraph()
+        try:
+            graph.capture_begin(pool=handle, capture_error_mode="thread_local")
+        except BaseException:
+            self.abandon(graph, handle)
+            raise
+        return graph
+
+    def end(self, graph: torch.cuda.CUDAGraph, empty: bool = False) -> Callable[[], None]:
+        """End the capture; returns what launches the graph on the current stream. ``empty``: it may hold nothing."""
+        with warnings.catch_warnings():
+            if empty:
+                warnings.filterwarnings("ignore", "The CUDA Graph is empty")
+            graph.capture_end()
+        # The method of the base class is the launch itself; CUDAGraph.replay wraps it in a Python call.
+        launch: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)  # type: ignore[attr-defined]
+        return launch
+
+    def abandon(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:
+        """Bring stream, allocator and random generator back to where they were before a capture that failed.
+
+        ``capture_end`` of a broken capture raises before it tells the allocator that the capture is over.
+        """
+        with contextlib.suppress(Exception):
+            graph.capture_end()
+        index = self._device.index
+        try:
+            torch._C._cuda_endAllocateToPool(index, handle)
+        except RuntimeError:
+            pass  # the capture itself ended well: the graph releases the pool when it goes
+        else:
+            torch._C._cuda_releasePool(index, handle)
+            self._broken.append(graph)
+        with contextlib.suppress(RuntimeError):  # an error that is still pending is this capture's
+            torch.cuda.synchronize(self._device)
+        # The generator believes itself in a capture, and refuses to give numbers, until a capture ends well.
+        mend = torch.cuda.CUDAGraph()
+        mend.capture_begin(capture_error_mode="thread_local")
+        self.end(mend, empty=True)
+
     def capture(
         self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
     ) -> tuple[Callable[[], Any], list[Any]]:
-        """Record ``fn(*args)`` and launch the recording once, since recording itself runs nothing."""
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=pool.handle, capture_error_mode="thread_local")
+        """Record ``fn(*args)`` and launch the recording once, since recording itself runs nothing.
+
+        Raises CaptureError where it cannot be recorded; nothing has run then, and captures made before still work.
+        """
+        graph = None
         try:
+            graph = self.begin(pool.handle)
             outputs = list(fn(*args))
-        except BaseException as error:
-            with contextlib.suppress(Exception):
-                graph.capture_end()
-            torch.cuda.synchronize(self._device)
+            launch = self.end(graph)
+        except Exception as error:
+            if graph is not None:
+                self.abandon(graph, pool.handle)
             raise CaptureError(f"capture failed: {type(error).__name__}: {error}") from error
-        graph.capture_end()
-        graph.replay()
-        # Later pieces of this bucket must not be given this memory, later buckets must: owning references live until
-        # the session ends, what the plan keeps does not own.
-        pool.held.extend(outputs)
-        return graph.replay, _without_ownership(outputs, args)
+        except BaseException:
+            if graph is not None:
+                self.abandon(graph, pool.handle)
+            raise
+        launch()
+        # Later pieces of this bucket must not be given this memory while a later step reads it, later buckets must be:
+        # what the plan keeps does not own, the pool holds the outputs until the recording lets go of them.
+        pool.hold(outputs)
+        return launch, _without_ownership(outputs, args)
+
+    def refused(self, fn: Callable[..., Any], args: Sequence[Any], pool: Pool) -> bool:
+        """Whether a capture of ``fn(*args)`` fails. Nothing runs, nothing is kept."""
+        graph = None
+        try:
+            graph = self.begin(pool.handle)
+            fn(*args)
+            self.end(graph, empty=True)
+        except Exception:
+            if graph is not None:
+                self.abandon(graph, pool.handle)
+            return True
+        return False
 
 
 def _without_ownership(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
@@ -140,11 +218,7 @@ def _without_ownership(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[An
             result.append(out)
             continue
         if pointer not in backing:
-            nbytes = out.untyped_storage().nbytes()
-            storage = torch._C._construct_storage_from_data_pointer(pointer, out.device, nbytes)
-            with torch.inference_mode(False):
-                empty = torch.empty(0, dtype=torch.uint8, device=out.device)
-                backing[pointer] = empty.set_(storage, 0, (nbytes,), (1,))
+            backing[pointer] = alias(pointer, out.untyped_storage().nbytes(), out.device)
         result.append(view_like(backing[pointer], out, 0))
     return result
 

@@ -80,24 +80,50 @@ def view_like(backing: torch.Tensor, like: torch.Tensor, shift: int) -> torch.Te
         return empty.set_(backing.untyped_storage(), offset // like.element_size(), like.shape, like.stride())
 
 
+def alias(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:
+    """uint8 [nbytes] at an address on a CUDA device. It does not own the memory."""
+    storage = torch._C._construct_storage_from_data_pointer(pointer, device, nbytes)
+    with torch.inference_mode(False):
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (nbytes,), (1,))
+
+
 class Pool:
     """Owner of the memory that graphs write: all buckets of one owner lie over one another.
 
-    On CUDA it is a graph memory pool kept alive by a tiny graph of its own. Emulated, it is a few chunks of host memory
-    handed out from the start again for each bucket, so that a replay really overwrites what another bucket left.
+    On CUDA it is a graph memory pool, kept alive by ``owner``. Emulated, it is a few chunks of host memory handed out
+    from the start again for each bucket, so that a replay really overwrites what another bucket left.
     """
 
-    def __init__(self, device: torch.device, handle: Any = None) -> None:
+    def __init__(self, device: torch.device, handle: Any = None, owner: Any = None) -> None:
         self.device = device
         self.handle = handle
-        self.held: list[Any] = []  # what must not be given away before the bucket being captured is done
+        self.owner = owner
+        self.held: dict[int, torch.Tensor] = {}  # storages of the bucket being captured that a later step reads
         self._chunks: list[Any] = []
         self._chunk = self._used = 0
+        self._lent: dict[int, Any] = {}
+        self._free: list[Any] = []
         self._kept: list[torch.Tensor] = []
 
     def begin_bucket(self) -> None:
         """From here on memory is handed out from the start of the pool again."""
         self._chunk = self._used = 0
+        self._lent.clear()
+        self._free.clear()
+
+    def hold(self, tensors: Sequence[Any]) -> None:
+        """Keep the storages of these tensors from being given to later pieces, until ``let_go``."""
+        for tensor in tensors:
+            if isinstance(tensor, torch.Tensor):
+                self.held.setdefault(storage_ptr(tensor), tensor)
+
+    def let_go(self, pointer: int) -> None:
+        """No later step of the bucket being captured reads the storage at ``pointer``: it may be handed out again."""
+        self.held.pop(pointer, None)
+        piece = self._lent.pop(pointer, None)
+        if piece is not None:
+            piece.view("int32")[:] = _POISON_WORD
+            self._free.append(piece)
 
     def allocate(self, nbytes: int, device: torch.device) -> torch.Tensor:
         """``nbytes`` as uint8, a storage of its own, at an address that stays."""
@@ -109,12 +135,22 @@ class Pool:
         import numpy as np
 
         size = -(-max(nbytes, 1) // _ALIGN) * _ALIGN
+        for i, piece in enumerate(self._free):
+            if len(piece) >= size:
+                del self._free[i]
+                if len(piece) > size:
+                    self._free.append(piece[size:])
+                return self._lend(piece[:size])
         while self._chunk < len(self._chunks) and len(self._chunks[self._chunk]) - self._used < size:
             self._chunk, self._used = self._chunk + 1, 0
         if self._chunk == len(self._chunks):
             self._chunks.append(np.zeros(max(size, _CHUNK), dtype=np.uint8))
         piece = self._chunks[self._chunk][self._used : self._used + size]
         self._used += size
+        return self._lend(piece)
+
+    def _lend(self, piece: Any) -> torch.Tensor:
+        self._lent[piece.ctypes.data] = piece
         with torch.inference_mode(False):
             return torch.from_numpy(piece)
 
@@ -122,35 +158,36 @@ class Pool:
     def nbytes(self) -> int:
         """Bytes held: the graph pool's on CUDA, the chunks' when emulated."""
         held = sum(len(c) for c in self._chunks) + sum(t.numel() for t in self._kept)
-        if self.handle is not None:
-            held += _graph_pool_bytes(self.handle)
-        return held
+        return held + sum(s["total_size"] for s in self._segments())
 
     def poison(self) -> None:
-        """Overwrite all of an emulated pool: NaN in every float type, a large negative number in every int type."""
+        """Overwrite all that graphs write: NaN in every float type, a large negative number in every int type."""
         for chunk in self._chunks:
             chunk.view("int32")[:] = _POISON_WORD
+        for segment in self._segments():
+            memory = alias(segment["address"], segment["total_size"], self.device)
+            memory.view(torch.int32).fill_(_POISON_WORD)
+
+    def _segments(self) -> list[dict[str, Any]]:
+        if self.handle is None:
+            return []
+        found = torch.cuda.memory_snapshot()
+        return [s for s in found if tuple(s.get("segment_pool_id", (0, 0))) == tuple(self.handle)]
 
     def release(self) -> None:
         """Give the memory back. What an emulated pool held is poisoned first: a stale reader sees it."""
-        self.poison()
+        for chunk in self._chunks:
+            chunk.view("int32")[:] = _POISON_WORD
         self._chunks.clear()
         self._kept.clear()
-        self.handle = None
+        self.held.clear()
+        self.handle = self.owner = None
         self.begin_bucket()
 
 
 # 0xFFF1FFF1: a NaN as float64, float32, bfloat16 and float16, every second e4m3 a NaN; as an int a negative number, and
 # as int32 one far below any index that Python-style indexing takes from the end.
 _POISON_WORD = -0x000E000F
-
-
-def _graph_pool_bytes(handle: Any) -> int:
-    total = 0
-    for segment in torch.cuda.memory_snapshot():
-        if tuple(segment.get("segment_pool_id", (0, 0))) == tuple(handle):
-            total += segment["total_size"]
-    return total
 
 
 class StableOutputs:

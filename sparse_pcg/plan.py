@@ -6,18 +6,21 @@ returns the flat list of what a replay calls: graph launches and bodies of cut o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import fx
 from torch.utils import _pytree as pytree
 
+from .analysis import source_line
 from .counters import COUNTS
 from .errors import CaptureError, note
 from .graphs import GraphDevice
-from .memory import Pool, StableOutputs
+from .memory import Pool, StableOutputs, storage_ptr
 from .split import CUT, HOST, LIVE, PIECE
 
 
@@ -33,7 +36,7 @@ class Step:
     """One segment, ready to run.
 
     args, kwargs: trees with ``Ref`` where a value goes. outputs: (value number, path into the result).
-    short: the body that replaces a cut in a short graph, or None.
+    short: the body that replaces a cut in a short graph, or None. graph: the ops of a piece, to name one in an error.
     """
 
     kind: str
@@ -44,6 +47,7 @@ class Step:
     name: str
     source: str
     short: Callable[..., Any] | None = None
+    graph: fx.GraphModule | None = None
 
     def bind(self, values: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments with the values filled in."""
@@ -68,6 +72,8 @@ class Program:
     """steps in order; ``inputs`` values first, then one per value that crosses a segment; dead ones are freed.
 
     dynamic: values whose size is known only after a run. outputs: a ``Ref`` or a constant per graph output.
+    dead: per step, the values that no later step reads. before: called with the number of each step that runs next,
+    where the steps run one by one.
     """
 
     steps: list[Step]
@@ -75,7 +81,8 @@ class Program:
     size: int
     outputs: tuple[Any, ...]
     dynamic: frozenset[int] = frozenset()
-    _dead: list[list[int]] = field(default_factory=list)
+    dead: list[list[int]] = field(default_factory=list)
+    before: Callable[[int], None] | None = None
 
     def __post_init__(self) -> None:
         last: dict[int, int] = {}
@@ -86,15 +93,17 @@ class Program:
             for index, _ in step.outputs:
                 last.setdefault(index, i)
         kept = {leaf.index for leaf in pytree.tree_leaves(self.outputs) if isinstance(leaf, Ref)}
-        self._dead = [[] for _ in self.steps]
+        self.dead = [[] for _ in self.steps]
         for index, i in last.items():
             if index not in kept and index >= self.inputs:
-                self._dead[i].append(index)
+                self.dead[i].append(index)
 
     def run(self, inputs: Sequence[Any], *, short: bool = False) -> list[Any]:
         """Run without graphs; with ``short`` the cuts' capturable bodies stand in for them."""
         values = [*inputs, *([None] * (self.size - self.inputs))]
-        for step, dead in zip(self.steps, self._dead, strict=True):
+        for i, (step, dead) in enumerate(zip(self.steps, self.dead, strict=True)):
+            if self.before is not None and not short:
+                self.before(i)
             args, kwargs = step.bind(values)
             run = step.short if short and step.kind == CUT else step.run
             assert run is not None
@@ -118,32 +127,47 @@ class Program:
         return bool(cuts) and all(s.short for s in cuts) and not any(s.kind == LIVE for s in self.steps)
 
 
+Observer = Callable[["Plan"], None]
+
+
 class Plan:
     """What a replay does, and where its results are.
 
-    steps: called in order, no arguments. outputs: tensors at fixed addresses (a ``Ref``: valid after each replay,
-    anew). captures: graphs in it.
+    steps: called in order, no arguments. labels, kinds: one per step. outputs: tensors at fixed addresses (a ``Ref``:
+    valid after each replay, anew). captures: graphs in it. failure: why it cannot be replayed; ``outputs`` are then the
+    results of the run that tried to record it.
     """
 
-    def __init__(self, variant: str) -> None:
-        self.variant = variant
+    observer: ClassVar[Observer | None] = None  # runs the steps in place of ``replay``: profiling
+
+    def __init__(self, variant: str, name: str = "") -> None:
+        self.variant, self.name = variant, name or variant
         self.steps: list[Callable[[], Any]] = []
         self.labels: list[str] = []
+        self.kinds: list[str] = []
         self.captures = 0
         self.cuts = 0
         self.values: list[Any] = []
         self._outputs: tuple[Any, ...] = ()
+        self.failure: CaptureError | None = None
         self.owner: Any = None  # what keeps the memory of a recorded plan
 
     def replay(self) -> None:
         """Run all steps, without autograd whatever mode the caller is in."""
+        if self.failure is not None:
+            raise self.failure
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.replay()
         step: Callable[[], Any] | None = None
         try:
-            for step in self.steps:
-                step()
+            # What a cut body calls has nothing to record for autograd: its dispatch keys are a cost only.
+            with torch._C._AutoDispatchBelowAutograd():
+                if Plan.observer is not None:
+                    Plan.observer(self)
+                else:
+                    for step in self.steps:
+                        step()
         except Exception as error:
             if step is not None:
                 note(error, f"while replaying {self.labels[self.steps.index(step)]}")
@@ -155,10 +179,15 @@ class Plan:
         """The results of the last replay; the next one overwrites them."""
         return [self.values[o.index] if isinstance(o, Ref) else o for o in self._outputs]
 
-    def add(self, step: Callable[[], Any], label: str) -> None:
-        """Append a step with its description for error messages."""
+    def add(self, step: Callable[[], Any], label: str, kind: str = LIVE) -> None:
+        """Append a step: its description for error messages, and "piece", "cut" or "live"."""
         self.steps.append(step)
         self.labels.append(label)
+        self.kinds.append(kind)
+
+    def clear(self) -> None:
+        """Drop all steps, and with them the graphs."""
+        self.steps, self.labels, self.kinds = [], [], []
 
 
 class _LiveStep:
@@ -196,14 +225,20 @@ def record_plan(
 ) -> Plan:
     """Capture ``program`` for ``inputs``, which stay where they are. Every effect takes place exactly once.
 
-    Raises CaptureError naming the piece, its source line and ``label`` when a piece cannot be captured.
+    A plan whose capture fails has run all the same, uncaptured from there on, and has a ``failure``: a CaptureError
+    naming the piece, the op, its source line and ``label``.
     """
-    plan = Plan(variant)
+    plan = Plan(variant, f"{variant}{label}")
     with device.session(pool):
-        if variant == "short":
-            _record_short(plan, program, inputs, device, pool)
-        else:
-            _record_cut(plan, program, inputs, device, pool, label)
+        try:
+            if variant == "short":
+                _record_short(plan, program, inputs, device, pool)
+            else:
+                _Recording(plan, program, inputs, device, pool, label).run()
+        finally:
+            if plan.failure is not None:
+                plan.clear()
+                plan.captures = plan.cuts = 0
     COUNTS.captures += plan.captures
     return plan
 
@@ -211,44 +246,94 @@ def record_plan(
 def _record_short(plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool) -> None:
     if not program.has_short:
         raise CaptureError("no short graph: a cut has no capturable body, or a piece cannot be captured")
-    replay, outputs = device.capture(lambda *args: program.run(args, short=True), inputs, pool)
-    plan.add(replay, "the short graph")
-    plan.captures = 1
+    try:
+        replay, outputs = device.capture(lambda *args: program.run(args, short=True), inputs, pool)
+    except CaptureError as error:
+        plan.failure = error
+        outputs = program.run(inputs, short=True)
+    else:
+        plan.add(replay, "the short graph", PIECE)
+        plan.captures = 1
     plan.values = list(outputs)
     plan._outputs = tuple(Ref(i) for i in range(len(outputs)))
 
 
-def _record_cut(
-    plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool, label: str
-) -> None:
-    values = plan.values = [*inputs, *([None] * (program.size - program.inputs))]
-    for step in program.steps:
-        where = f"{step.kind} {step.name} at {step.source}{label}"
-        try:
-            args, kwargs = step.bind(values)
-            moving = any(
-                isinstance(leaf, Ref) and leaf.index in program.dynamic
-                for leaf in pytree.tree_leaves((step.args, step.kwargs))
-            )
-            if step.kind == PIECE and not moving:
-                replay, outputs = device.capture(step.run, args, pool)
-                step.store(outputs, values)
-                plan.add(replay, where)
-                plan.captures += 1
-            elif step.kind == HOST and not moving:
-                result = step.run(*args, **kwargs)
-                step.store(StableOutputs(result, args, pool).tensors, values)
-            elif step.kind == CUT and not step.outputs and not moving:
-                step.run(*args, **kwargs)
-                plan.add(partial(step.run, *args, **kwargs), where)
-                plan.cuts += 1
+class _Recording:
+    """Runs the steps of a program in order, capturing what can be."""
+
+    def __init__(
+        self, plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool, label: str
+    ) -> None:
+        self.plan, self.program, self.device, self.pool, self.label = plan, program, device, pool, label
+        self.values = plan.values = [*inputs, *([None] * (program.size - program.inputs))]
+        plan._outputs = program.outputs
+
+    def run(self) -> None:
+        """Each step once; after a failure the others run as they are."""
+        live: Counter[int] = Counter()  # values on each storage that a later step may read
+        for step, dead in zip(self.program.steps, self.program.dead, strict=True):
+            where = f"{step.kind} {step.name} at {step.source}{self.label}"
+            try:
+                args, kwargs = step.bind(self.values)
+                if self.plan.failure is not None:
+                    step.store(step.run(*args, **kwargs), self.values)
+                else:
+                    self._step(step, args, kwargs, where)
+            except Exception as error:
+                note(error, f"while capturing {where}")
+                raise
+            live.update(p for index, _ in step.outputs if (p := self._storage(index)))
+            for index in dead:
+                pointer = self._storage(index)
+                live[pointer] -= 1
+                if pointer and not live[pointer]:
+                    self.pool.let_go(pointer)
+
+    def _storage(self, index: int) -> int:
+        value = self.values[index]
+        return storage_ptr(value) if isinstance(value, torch.Tensor) else 0
+
+    def _step(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any], where: str) -> None:
+        moving = any(
+            isinstance(leaf, Ref) and leaf.index in self.program.dynamic
+            for leaf in pytree.tree_leaves((step.args, step.kwargs))
+        )
+        plan = self.plan
+        if step.kind == PIECE and not moving:
+            try:
+                replay, outputs = self.device.capture(step.run, args, self.pool)
+            except CaptureError as error:
+                plan.failure = CaptureError(f"{error} (in {self._culprit(step, args)}{where})")
+                plan.failure.__cause__ = error.__cause__
+                outputs = list(step.run(*args))
             else:
-                live = _LiveStep(step, values, program.dynamic, pool)
-                plan.add(live, where)
-                plan.cuts += step.kind == CUT
-        except CaptureError as error:
-            raise CaptureError(f"{error} (in {where})") from error
-        except Exception as error:
-            note(error, f"while capturing {where}")
-            raise
-    plan._outputs = program.outputs
+                plan.add(replay, where, PIECE)
+                plan.captures += 1
+            step.store(outputs, self.values)
+        elif step.kind == HOST and not moving:
+            result = step.run(*args, **kwargs)
+            step.store(StableOutputs(result, args, self.pool).tensors, self.values)
+        elif step.kind == CUT and not step.outputs and not moving:
+            step.run(*args, **kwargs)
+            plan.add(partial(step.run, *args, **kwargs), where, CUT)
+            plan.cuts += 1
+        else:
+            live = _LiveStep(step, self.values, self.program.dynamic, self.pool)
+            plan.add(live, where, CUT if step.kind == CUT else LIVE)
+            plan.cuts += step.kind == CUT
+
+    def _culprit(self, step: Step, args: tuple[Any, ...]) -> str:
+        """Which op of a piece no capture holds: run its ops one by one in a capture that is thrown away."""
+        if step.graph is None:
+            return ""
+        reached: list[fx.Node] = []
+
+        class OneByOne(fx.Interpreter):
+            def run_node(self, n: fx.Node) -> Any:
+                reached.append(n)
+                return super().run_node(n)
+
+        interpreter = OneByOne(step.graph)
+        if not self.device.refused(interpreter.run, args, self.pool) or not reached or reached[-1].op == "output":
+            return ""  # nothing in the piece: memory ran out, or another thread broke the capture
+        return f"op {reached[-1].target} at {source_line(reached[-1])}, in "

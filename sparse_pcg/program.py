@@ -39,7 +39,7 @@ def _step(segment: Segment, compiled: Distinct | None, number: dict[fx.Node, int
         refs = tuple(Ref(number[n]) for n in segment.inputs)
         outputs = tuple((number[n], (i,)) for i, n in enumerate(segment.outputs))
         name = f"{len(segment.ops)} ops from {segment.ops[0]}"
-        return Step(segment.kind, compiled.run, refs, {}, outputs, name, segment.source)
+        return Step(segment.kind, compiled.run, refs, {}, outputs, name, segment.source, graph=segment.module)
     node = segment.nodes[0]
     overload = overload_of(node)
     op = op_of(overload)
@@ -50,7 +50,7 @@ def _step(segment: Segment, compiled: Distinct | None, number: dict[fx.Node, int
     live = {n: p for n, p in paths.items() if _is_value(n)}
     return Step(
         CUT,
-        op.body if op is not None else overload,
+        op.cut_body if op is not None else overload,
         map_nodes(node.args, lambda n: Ref(number[n])),
         map_nodes(dict(node.kwargs), lambda n: Ref(number[n])),
         tuple((number[n], p) for n, p in live.items() if n.users),

@@ -6,7 +6,6 @@ the cut bodies it called, on the tensors of that run.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +24,15 @@ from .memory import Pool, StableOutputs
 from .options import Options
 from .plan import Plan
 from .rewrite import cut_overloads
+from .split import CUT, PIECE
+from .split import LIVE as LIVE_STEP
 
 
 class RecordedGraph:
     """What the registry of live graphs holds for a recorded plan, and the owner of its pool."""
 
-    def __init__(self, plan: Plan, pool: Pool, idle: list[Any]) -> None:
-        self.plan, self._pool, self._idle = plan, pool, idle
+    def __init__(self, plan: Plan, pool: Pool) -> None:
+        self.plan, self._pool = plan, pool
         self.piece_count, self.cut_count = plan.captures, plan.cuts
 
     def pool_bytes(self) -> int:
@@ -40,10 +41,9 @@ class RecordedGraph:
 
     def drop(self) -> None:
         """Give the memory back; the plan cannot be replayed any more."""
-        self.plan.steps = [_dropped]
-        self.plan.labels = ["a dropped plan"]
+        self.plan.clear()
+        self.plan.add(_dropped, "a dropped plan", LIVE_STEP)
         LIVE.discard(self)
-        self._idle.clear()
         self._pool.release()
 
 
@@ -77,7 +77,7 @@ def record(fn: Callable[..., Any], *static_args: Any, **options: Any) -> Plan:
     plan._outputs = tuple(leaves)
     COUNTS.graphs += 1
     COUNTS.captures += plan.captures
-    owner = RecordedGraph(plan, pool, recorder.idle)
+    owner = RecordedGraph(plan, pool)
     plan.owner = owner
     LIVE.add(owner)
     return plan
@@ -89,7 +89,6 @@ class _Recorder(TorchDispatchMode):
     def __init__(self, plan: Plan, pool: Pool, device: GraphDevice, named: frozenset[Any]) -> None:
         super().__init__()
         self.plan, self.pool, self.device, self.named = plan, pool, device, named
-        self.idle: list[Any] = []  # graphs that launch nothing: a pool ends with its last graph, which one may be
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,10 +109,10 @@ class _Recorder(TorchDispatchMode):
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         if leaves:
             stable = StableOutputs(leaves, tensors, self.pool)
-            self.plan.add(lambda: stable.copy_from(pytree.tree_leaves(body(*args, **kwargs))), f"cut {func}")
+            self.plan.add(lambda: stable.copy_from(pytree.tree_leaves(body(*args, **kwargs))), f"cut {func}", CUT)
             result = pytree.tree_unflatten(stable.tensors, spec)
         else:
-            self.plan.add(lambda: body(*args, **kwargs), f"cut {func}")
+            self.plan.add(lambda: body(*args, **kwargs), f"cut {func}", CUT)
         self.plan.cuts += 1
         self.begin_piece()
         return result
@@ -138,10 +137,13 @@ class _CudaRecorder(_Recorder):
 
     _graph: Any = None
     _launched = False
-    _held: list[Any]
+
+    @property
+    def _cuda(self) -> CudaDevice:
+        assert isinstance(self.device, CudaDevice)
+        return self.device
 
     def run(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        self._held = []
         self.begin_piece()
         try:
             with self:
@@ -159,27 +161,23 @@ class _CudaRecorder(_Recorder):
 
     def begin_piece(self) -> None:
         self._launched = False
-        self._graph = torch.cuda.CUDAGraph()
-        self._graph.capture_begin(pool=self.pool.handle, capture_error_mode="thread_local")
+        self._graph = self._cuda.begin(self.pool.handle)
 
     def end_piece(self) -> None:
         graph, self._graph = self._graph, None
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The CUDA Graph is empty")
-            graph.capture_end()
-        if not self._launched:
-            self.idle.append(graph)
-        else:
-            graph.replay()
-            self.plan.add(graph.replay, f"piece {self.plan.captures}")
+        try:
+            launch = self._cuda.end(graph, empty=True)
+        except Exception as error:
+            self._cuda.abandon(graph, self.pool.handle)
+            raise CaptureError(f"capture failed: {type(error).__name__}: {error}") from error
+        if self._launched:
+            launch()
+            self.plan.add(launch, f"piece {self.plan.captures}", PIECE)
             self.plan.captures += 1
 
     def _abandon(self) -> None:
         if self._graph is not None:
-            try:
-                self._graph.capture_end()
-            except RuntimeError:
-                torch.cuda.synchronize()
+            self._cuda.abandon(self._graph, self.pool.handle)
             self._graph = None
 
 
@@ -205,7 +203,7 @@ class _TapeRecorder(_Recorder):
             for call in tape:
                 call()
 
-        self.plan.add(replay, f"piece {self.plan.captures}")
+        self.plan.add(replay, f"piece {self.plan.captures}", PIECE)
         self.plan.captures += 1
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:

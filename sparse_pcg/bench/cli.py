@@ -1,0 +1,98 @@
+"""``sparse-pcg bench``: one command per measurement, each with ``--json`` and ``--plot``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, help="Measure: the cost of a cut, memory, start-up, operators.")
+
+JsonFile = Annotated[
+    Optional[Path],  # noqa: UP045  (typer reads the annotation at run time on Python 3.10)
+    typer.Option("--json", help="Also write the result to this file.", dir_okay=False),
+]
+PlotFile = Annotated[
+    Optional[Path],  # noqa: UP045
+    typer.Option("--plot", help="Also draw the result into this file (PNG, SVG, PDF).", dir_okay=False),
+]
+
+
+def finish(run: Callable[[], dict[str, Any]], json_file: Path | None, plot_file: Path | None) -> dict[str, Any]:
+    """Run a bench, then write and draw its result; bad arguments end the command before anything runs."""
+    for name, path in (("json", json_file), ("plot", plot_file)):
+        if path is not None and not path.parent.is_dir():
+            raise typer.BadParameter(f"{name}: there is no folder {path.parent}")
+    try:
+        result = run()
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if json_file is not None:
+        json_file.write_text(json.dumps(result, indent=2) + "\n")
+    if plot_file is not None:
+        from .plots import plot
+
+        plot(result, plot_file)
+    typer.echo(json.dumps(result, indent=2))
+    return result
+
+
+@app.command("cut-cost")
+def cut_cost(
+    layers: Annotated[int, typer.Option(help="Layers, with one cut each.")] = 60,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Token rows of a forward.")] = 512,
+    repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 40,
+    peers: Annotated[str, typer.Option(help="Comma-separated; default all.")] = "",
+    compiler: Annotated[str, typer.Option(help="What compiles the pieces: inductor or eager.")] = "inductor",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Host and GPU time of one forward and of one cut, against PyTorch's own ways and a hand-written loop."""
+    from .cut_cost import PEERS, run_cut_cost
+
+    chosen = tuple(p.strip() for p in peers.split(",")) if peers else PEERS
+    finish(
+        lambda: run_cut_cost(
+            layers=layers, hidden=hidden, tokens=tokens, repeats=repeats, peers=chosen, compiler=compiler
+        ),
+        json_file,
+        plot_file,
+    )
+
+
+@app.command()
+def memory(
+    model: Annotated[str, typer.Option(help="glm5_2 (4 layers of one of eight ranks) or tiny.")] = "glm5_2",
+    largest: Annotated[int, typer.Option(help="The biggest bucket.")] = 2048,
+    buckets: Annotated[int, typer.Option(help="How many, spread over the schedule.")] = 20,
+    compiler: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Bytes of the graph pool and of the driver, bucket by bucket."""
+    from .memory import run_memory
+
+    finish(lambda: run_memory(model=model, largest=largest, buckets=buckets, compiler=compiler), json_file, plot_file)
+
+
+@app.command()
+def startup(
+    model: Annotated[str, typer.Option(help="glm5_2 (4 layers of one of eight ranks) or tiny.")] = "tiny",
+    largest: Annotated[int, typer.Option(help="The biggest bucket.")] = 2048,
+    buckets: Annotated[int, typer.Option(help="How many, spread over the schedule.")] = 20,
+    compiler: Annotated[str, typer.Option(help="inductor or eager.")] = "inductor",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Seconds to trace, compile and capture, with empty caches and with warm ones."""
+    from .startup import run_startup
+
+    finish(lambda: run_startup(model=model, largest=largest, buckets=buckets, compiler=compiler), json_file, plot_file)
+
+
+if __name__ == "__main__":
+    app()

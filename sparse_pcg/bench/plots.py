@@ -1,0 +1,80 @@
+"""Pictures of the results, by matplotlib (extra ``bench``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+_BLUE, _GREY, _ORANGE = "#2563eb", "#94a3b8", "#ea580c"
+
+
+def plot(result: Mapping[str, Any], path: Path | str) -> None:
+    """Draw what a bench returned into ``path`` (PNG, SVG or PDF by its ending).
+
+    Raises ValueError for a result of no known bench, RuntimeError where matplotlib is missing.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise RuntimeError("plot: needs matplotlib: pip install 'sparse-pcg[bench]'") from error
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    kinds = {"cut-cost": _cut_cost, "memory": _memory, "startup": _startup}
+    draw = kinds.get(str(result.get("bench")))
+    if draw is None:
+        raise ValueError(f"plot: result['bench'] must be one of {sorted(kinds)}, got {result.get('bench')!r}")
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    try:
+        draw(axes, result)
+        machine, versions = result.get("machine", {}), result.get("versions", {})
+        where = f"{machine.get('device', '')}, torch {versions.get('torch', '?')}"
+        figure.supxlabel(where, fontsize=8, color="#475569")
+        figure.savefig(path, dpi=150)
+    finally:
+        pyplot.close(figure)
+
+
+def _cut_cost(axes: Any, result: Mapping[str, Any]) -> None:
+    names = list(result["peers"])
+    places = range(len(names))
+    for shift, key, colour in ((-0.2, "host_us", _GREY), (0.2, "elapsed_us", _BLUE)):
+        values = [result["peers"][n][key] for n in names]
+        bars = axes.barh([p + shift for p in places], values, height=0.38, color=colour, label=key.replace("_us", ""))
+        axes.bar_label(bars, labels=[f"{v:.0f}" for v in values], fontsize=7, padding=2)
+    axes.set_yticks(list(places), [n.replace("_", " ") for n in names])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("us per forward")
+    axes.set_title(f"{result['model']['cuts']} cuts: host time and time on the GPU")
+    axes.legend(loc="lower right")
+
+
+def _memory(axes: Any, result: Mapping[str, Any]) -> None:
+    rows = result["buckets"]
+    sizes = [str(r["bucket"]) for r in rows]
+    pool = [r["pool_bytes"] / 2**20 for r in rows]
+    driver = [r["driver_bytes"] / 2**20 for r in rows]
+    axes.bar(sizes, pool, color=_BLUE, label="graph pool")
+    axes.bar(sizes, driver, bottom=pool, color=_ORANGE, label="driver")
+    axes.tick_params(axis="x", rotation=60, labelsize=8)
+    axes.set_xlabel("buckets captured so far, big to small")
+    axes.set_ylabel("MiB")
+    axes.set_title(f"pool {result['ratio']:.2f}x the biggest bucket's alone")
+    axes.legend()
+
+
+def _startup(axes: Any, result: Mapping[str, Any]) -> None:
+    phases = ("import", "model", "trace", "split", "compile", "capture")
+    starts = [s for s in ("cold", "warm") if s in result]
+    left = [0.0] * len(starts)
+    for i, phase in enumerate(phases):
+        seconds = [result[s][f"{phase}_seconds"] for s in starts]
+        axes.barh(starts, seconds, left=left, label=phase, color=f"C{i}")
+        left = [a + b for a, b in zip(left, seconds, strict=True)]
+    axes.invert_yaxis()
+    axes.set_xlabel("seconds")
+    first = result[starts[0]]
+    axes.set_title(f"{first['pieces']} pieces, {first['distinct_pieces']} distinct, {first['buckets']} buckets")
+    axes.legend(ncols=len(phases), fontsize=8)

@@ -1,0 +1,88 @@
+"""The benches of graphs, small and without a GPU: what they return, what they refuse, their pictures."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import sparse_pcg
+from sparse_pcg.bench.cli import app
+from sparse_pcg.bench.cut_cost import run_cut_cost
+from sparse_pcg.bench.memory import rank_of_glm5_2, run_memory, spread
+from sparse_pcg.bench.startup import measure_start, run_startup
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    sparse_pcg.reset()
+    yield
+    sparse_pcg.reset()
+
+
+def test_cut_cost_times_the_same_model_in_every_way(tmp_path: Path) -> None:
+    out, picture = tmp_path / "cut.json", tmp_path / "cut.png"
+    arguments = [
+        "cut-cost",
+        "--layers",
+        "3",
+        "--hidden",
+        "16",
+        "--tokens",
+        "4",
+        "--repeats",
+        "2",
+        "--compiler",
+        "eager",
+    ]
+    done = CliRunner().invoke(
+        app, [*arguments, "--peers", "eager,plan,call", "--json", str(out), "--plot", str(picture)]
+    )
+    assert done.exit_code == 0, done.output
+    result = json.loads(out.read_text())
+    assert set(result["peers"]) == {"eager", "plan", "call"} and result["model"]["cuts"] == 3
+    assert all(row["host_us"] > 0 for row in result["peers"].values())
+    assert max(result["differs_from_eager"].values()) < 0.02  # bfloat16
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert {"machine", "versions", "commit", "command"} <= set(result)
+
+
+@pytest.mark.parametrize(
+    ("call", "names"),
+    [
+        (lambda: run_cut_cost(peers=("eagre",)), "eagre"),
+        (lambda: run_cut_cost(layers=0), "layers"),
+        (lambda: run_memory(model="huge"), "huge"),
+        (lambda: run_memory(model="tiny", buckets=0), "buckets"),
+        (lambda: run_startup(model="huge"), "huge"),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_runs(call: object, names: str) -> None:
+    with pytest.raises(ValueError, match=names):
+        call()  # type: ignore[operator]
+
+
+def test_memory_of_buckets_over_one_another() -> None:
+    result = run_memory(model="tiny", largest=32, buckets=4, compiler="eager")
+    rows = result["buckets"]
+    assert [r["bucket"] for r in rows] == sorted((r["bucket"] for r in rows), reverse=True) and rows[0]["bucket"] == 32
+    pools = [r["pool_bytes"] for r in rows]
+    assert pools == sorted(pools) and pools[0] > 0
+    assert result["ratio"] == pools[-1] / pools[0] <= 1.2
+
+
+def test_a_start_in_its_phases() -> None:
+    result = measure_start("tiny", 16, 2, "eager")
+    assert result["buckets"] == 2 and result["captures"] > 0 and result["distinct_pieces"] <= result["pieces"]
+    assert all(v >= 0 for k, v in result.items() if k.endswith("_seconds")), result
+
+
+def test_the_models_shapes() -> None:
+    config = rank_of_glm5_2()
+    assert (config.num_heads, config.local_experts, config.hidden_size, config.index_topk) == (8, (0, 32), 6144, 2048)
+    assert spread((4, 8, 16, 32), 2) == (8, 32) and spread((4, 8, 16, 32), 4) == (4, 8, 16, 32)
