@@ -18,7 +18,10 @@ if not torch.cuda.is_available():
     repair()
 
 # Workers side by side have a core each; threads that wait for one another would take it from the others.
-torch.set_num_threads(1 if os.environ.get("PYTEST_XDIST_WORKER") else min(2, os.cpu_count() or 1))
+if os.environ.get("PYTEST_XDIST_WORKER"):
+    torch.set_num_threads(1)
+elif not os.environ.get("OMP_NUM_THREADS"):
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 _CI = bool(os.environ.get("CI"))
 hypothesis.settings.register_profile("default", deadline=None, max_examples=12, derandomize=_CI)

@@ -92,7 +92,7 @@ class PagedKV:
 
     def context(self, metadata: BatchMetadata | None, workspace_bytes: int = 1 << 30) -> ForwardContext:
         """What the ops with a ``layer_id`` look up: ``metadata`` and these caches."""
-        return ForwardContext(metadata, self.index_k, self.latent_kv, self.layout, workspace_bytes, self.loads)
+        return ForwardContext(metadata, self.index_k, self.latent_kv, self.layout, workspace_bytes, loads=self.loads)
 
     def close(self) -> None:
         """Raises RuntimeError naming the pages that some request still holds."""

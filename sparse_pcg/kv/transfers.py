@@ -117,9 +117,7 @@ class TransferQueue:
             self._worker.join()
 
 
-def _work(
-    jobs: queue.SimpleQueue[Transfer | None], changed: threading.Condition, num_layers: int, stream: Any
-) -> None:
+def _work(jobs: queue.SimpleQueue[Transfer | None], changed: threading.Condition, num_layers: int, stream: Any) -> None:
     while (transfer := jobs.get()) is not None:
         try:
             _run(transfer, changed, num_layers, stream)
