@@ -11,9 +11,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from .bench.cli import app as bench_app
 from .demo import Result, pick_device, read_prompt, run_demo
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(bench_app, name="bench")
 
 
 _LOG_WIDTH = 132  # in a log there is no window to fit into

@@ -143,7 +143,7 @@ class CudaDevice:
                 warnings.filterwarnings("ignore", "The CUDA Graph is empty")
             graph.capture_end()
         # The method of the base class is the launch itself; CUDAGraph.replay wraps it in a Python call.
-        launch: Callable[[], None] = torch._C._CUDAGraph.replay.__get__(graph)  # type: ignore[attr-defined]
+        launch: Callable[[], None] = super(torch.cuda.CUDAGraph, graph).replay
         return launch
 
     def abandon(self, graph: torch.cuda.CUDAGraph, handle: Any) -> None:

@@ -55,13 +55,8 @@ def cut_cost(
     from .cut_cost import PEERS, run_cut_cost
 
     chosen = tuple(p.strip() for p in peers.split(",")) if peers else PEERS
-    finish(
-        lambda: run_cut_cost(
-            layers=layers, hidden=hidden, tokens=tokens, repeats=repeats, peers=chosen, compiler=compiler
-        ),
-        json_file,
-        plot_file,
-    )
+    sizes = {"layers": layers, "hidden": hidden, "tokens": tokens, "repeats": repeats}
+    finish(lambda: run_cut_cost(**sizes, peers=chosen, compiler=compiler), json_file, plot_file)
 
 
 @app.command()

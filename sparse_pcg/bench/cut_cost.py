@@ -21,7 +21,7 @@ from torch import nn
 from .. import backend, session
 from ..compiled_graph import CompiledGraph
 from ..plan import Program
-from ..split import PIECE
+from ..split import CUT, PIECE
 from .timing import device, provenance
 
 PEERS = ("eager", "compile", "reduce_overhead", "full_graph", "loop", "plan", "call")
@@ -174,6 +174,7 @@ def _hand_written(program: Program, inputs: list[Any]) -> tuple[Callable[[], Non
             step.store(result, values)
             pairs.append((graph, None, None))
         else:
+            assert step.kind == CUT and pairs
             step.run(*args, **kwargs)
             pairs[-1] = (pairs[-1][0], step.run, args[0])
 

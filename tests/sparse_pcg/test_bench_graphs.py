@@ -27,22 +27,8 @@ def _fresh() -> Iterator[None]:
 
 def test_cut_cost_times_the_same_model_in_every_way(tmp_path: Path) -> None:
     out, picture = tmp_path / "cut.json", tmp_path / "cut.png"
-    arguments = [
-        "cut-cost",
-        "--layers",
-        "3",
-        "--hidden",
-        "16",
-        "--tokens",
-        "4",
-        "--repeats",
-        "2",
-        "--compiler",
-        "eager",
-    ]
-    done = CliRunner().invoke(
-        app, [*arguments, "--peers", "eager,plan,call", "--json", str(out), "--plot", str(picture)]
-    )
+    line = "cut-cost --layers 3 --hidden 16 --tokens 4 --repeats 2 --compiler eager --peers eager,plan,call"
+    done = CliRunner().invoke(app, [*line.split(), "--json", str(out), "--plot", str(picture)])
     assert done.exit_code == 0, done.output
     result = json.loads(out.read_text())
     assert set(result["peers"]) == {"eager", "plan", "call"} and result["model"]["cuts"] == 3
