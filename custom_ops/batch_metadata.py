@@ -95,6 +95,7 @@ class ForwardContext:
     row].
     kv_layout: byte layout of the latent KV caches (``bf16``, ``fp8_packed``, ``fp8``).
     workspace_bytes: bound on the logits that exist at one time.
+    loads: KV on its way into the caches, which whoever reads or writes a cache waits for, or None.
     whole: names of the composites that a compiler leaves whole, as cuts.
     valid_rows_only: ops that declare which arguments have rows run on the batch's valid rows alone.
     """
@@ -104,6 +105,7 @@ class ForwardContext:
     latent_kv: Mapping[int, torch.Tensor] = field(default_factory=dict)
     kv_layout: str = "bf16"
     workspace_bytes: int = 1 << 30
+    loads: PendingLoads | None = None
     whole: frozenset[str] = frozenset()
     valid_rows_only: bool = False
 

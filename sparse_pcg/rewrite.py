@@ -29,13 +29,14 @@ class BoundInput:
     """An input that the rewrite added: ``resolve()`` gives the tensor now; ``rows`` narrows its first dim.
 
     rows: the symbolic row count (an int or SymInt) of the argument it goes with, or None for the whole tensor.
-    static: the tensor stays at its address for the life of its owner.
+    static: the tensor stays at its address for the life of its owner. layer_id: of the layer whose cache it is.
     """
 
     name: str
     resolve: Callable[[], torch.Tensor]
     rows: Any
     static: bool
+    layer_id: int | None = None
 
 
 def overload_of(node: fx.Node) -> Any:
@@ -187,7 +188,8 @@ class _GraphBind:
                     fake = torch.empty((rows, *real.shape[1:]), dtype=real.dtype, device=real.device)
             label = f"bound_{name}" + ("" if layer_id is None else f"_{layer_id}")
             self.seen[key] = _append_placeholder(self.graph, label, fake)
-            self.bound.append(BoundInput(label, lambda: _from_context(name, layer_id), rows, rows is None))
+            resolve = partial(_from_context, name, layer_id)
+            self.bound.append(BoundInput(label, resolve, rows, rows is None, layer_id))
         return fx.Proxy(self.seen[key], self.tracer)
 
     @staticmethod
@@ -219,6 +221,8 @@ def _decompose(graph: fx.Graph, fake_mode: FakeTensorMode, bound: list[BoundInpu
             context = current_context()
             if context is None or context.metadata is None:
                 logger.info("%s stays whole: no forward context is current while compiling", op.name)
+                continue
+            if op.name in context.whole:
                 continue
             _expand(graph, tracer, fake_mode, node, op.decompose, bind)
             progress = True
