@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from custom_ops.batch_metadata import PAGE, BatchMetadata
+from custom_ops.metadata_fill import fill_staged
 
 Lengths = Sequence[int] | torch.Tensor
 
@@ -114,53 +116,116 @@ def check_batch(batch: Batch, num_pages: int, debug: bool) -> HostBatch:
 
 
 def _check_pages(table: torch.Tensor, prefix_lens: list[int], kv_lens: list[int], num_pages: int) -> None:
-    host = table.cpu().long()
-    first = torch.arange(host.shape[1]) * PAGE  # position of each page's first token
-    begins, ends = (torch.tensor(lens, dtype=torch.int64).unsqueeze(1) for lens in (prefix_lens, kv_lens))
-    used = first < ends
-    outside = used & ((host < 1) | (host >= num_pages))
-    if bool(outside.any()):
-        i, p = outside.nonzero()[0].tolist()
+    host = table.cpu().numpy()
+    used = [row[: -(-length // PAGE)] for row, length in zip(host, kv_lens, strict=True)]
+    together = np.concatenate(used) if used else np.empty(0, dtype=np.int32)
+    if together.size and (together.min() < 1 or together.max() >= num_pages):
+        i, page = next((i, int(p)) for i, row in enumerate(used) for p in row if not 1 <= p < num_pages)
         raise ValueError(
-            f"batch: page_table[{i}] must name pages 1 to {num_pages - 1} (page 0 holds the dummy slot), "
-            f"got {int(host[i, p])}"
+            f"batch: page_table[{i}] must name pages 1 to {num_pages - 1} (page 0 holds the dummy slot), got {page}"
         )
-    uses = torch.bincount(host[used], minlength=num_pages)
-    shared = used & (first + PAGE > begins) & (uses[host.clamp(0, num_pages - 1)] > 1)
-    if bool(shared.any()):
-        i, p = shared.nonzero()[0].tolist()
-        page = int(host[i, p])
-        owners = sorted({row for row, _ in (used & (host == page)).nonzero().tolist()})
-        raise ValueError(
-            f"batch: page_table[{i}] must have page {page} to itself and once, since new tokens of request {i} go "
-            f"there; it is in the pages of requests {owners}"
-        )
+    uses = np.bincount(together, minlength=num_pages)
+    for i, (row, begin) in enumerate(zip(used, prefix_lens, strict=True)):
+        written = row[begin // PAGE :]
+        if (uses[written] > 1).any():
+            page = int(written[uses[written] > 1][0])
+            owners = [other for other, pages in enumerate(used) if page in pages]
+            raise ValueError(
+                f"batch: page_table[{i}] must have page {page} to itself and once, since new tokens of request {i} go "
+                f"there; it is in the pages of requests {owners}"
+            )
 
 
-def fill(metadata: BatchMetadata, batch: Batch, host: HostBatch) -> None:
-    """Bring a checked batch into the static buffers, pad tails included."""
+class Staging:
+    """Host memory that what a batch has on the host is packed in, to go to the device in one copy.
+
+    On CUDA it is pinned, and there are several in turn: one is packed while copies of others are under way.
+    """
+
+    _TURNS = 4
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._turn = 0
+        self._hosts: list[torch.Tensor] = []
+        self._devices: list[torch.Tensor] = []
+        self._arrays: list[np.ndarray] = []
+        self._copied: list[torch.cuda.Event] = []
+
+    def take(self, words: int) -> np.ndarray:
+        """int32 host memory of at least ``words`` words that no copy is reading."""
+        if self.device.type != "cuda":
+            self._arrays = [np.empty(words, dtype=np.int32)]
+            return self._arrays[0]
+        if not self._hosts or self._hosts[0].shape[0] < words:
+            self._grow(max(1 << 16, 1 << (words - 1).bit_length()))
+        self._turn = (self._turn + 1) % self._TURNS
+        self._copied[self._turn].synchronize()
+        return self._arrays[self._turn]
+
+    def send(self, words: int) -> torch.Tensor:
+        """The first ``words`` words of what was taken last, on the device in the order of the current stream."""
+        if self.device.type != "cuda":
+            return torch.from_numpy(self._arrays[0])
+        target = self._devices[self._turn]
+        target[:words].copy_(self._hosts[self._turn][:words], non_blocking=True)
+        self._copied[self._turn].record()
+        return target
+
+    def _grow(self, words: int) -> None:
+        for event in self._copied:
+            event.synchronize()
+        turns = range(self._TURNS)
+        self._hosts = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in turns]
+        self._devices = [torch.empty(words, dtype=torch.int32, device=self.device) for _ in turns]
+        self._arrays = [host.numpy() for host in self._hosts]
+        self._copied = [torch.cuda.Event() for _ in turns]
+
+
+def fill(
+    metadata: BatchMetadata,
+    batch: Batch,
+    host: HostBatch,
+    tail_ids: torch.Tensor | None = None,
+    staging: Staging | None = None,
+) -> None:
+    """Bring a checked batch into the static buffers, pad tails included: one copy to the device, one launch.
+
+    tail_ids: [B], int32 or int64, on any device; row t then takes the token after its own, a request's last row the
+    tail's. What of ids, tails and page table is on the device already is read where it is.
+    """
     device = metadata.input_ids.device
-    metadata.input_ids[: host.rows].copy_(batch.input_ids, non_blocking=True)
-    metadata.input_ids[host.rows :].zero_()
-    lens = torch.tensor([host.prefix_lens, host.new_lens], dtype=torch.int32)
-    if device.type == "cuda":
-        lens = lens.pin_memory().to(device, non_blocking=True)
-    table = batch.page_table.to(device, non_blocking=True)
-    torch.ops.sparse_pcg.fill_batch_metadata(
-        lens[0],
-        lens[1],
-        table[:, : metadata.page_table.shape[1]],
-        metadata.positions,
-        metadata.slots,
-        metadata.kv_lens,
-        metadata.select_lens,
-        metadata.request_of_row,
-        metadata.page_table,
-        metadata.num_rows_device,
-        metadata.index_topk,
-    )
+    staging = staging or Staging(device)
+    requests, pages = len(host.new_lens), -(-host.max_kv_len // PAGE)
+    table, ids = batch.page_table, batch.input_ids
+    words, places = 2 * requests, {}
+    given = {"table": table, "ids": ids, "tails": tail_ids}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.device != device:
+            places[name] = words
+            words += requests * pages if name == "table" else (host.rows if name == "ids" else requests)
+    packed = staging.take(words)
+    packed[:requests] = host.prefix_lens
+    packed[requests : 2 * requests] = host.new_lens
+    if "table" in places:
+        entries = packed[places["table"] : places["table"] + requests * pages]
+        entries.reshape(requests, pages)[:] = table.cpu().numpy()[:, :pages]
+    for name, count in (("ids", host.rows), ("tails", requests)):
+        if name in places:
+            packed[places[name] : places[name] + count] = given[name].cpu().numpy()  # type: ignore[union-attr]
+    sent = staging.send(words)
+
+    def at(name: str) -> tuple[torch.Tensor, int]:
+        tensor = given[name]
+        assert tensor is not None
+        return (sent, places[name]) if name in places else (tensor.contiguous(), 0)
+
+    if "table" not in places and table.stride(-1) != 1:
+        table = table.contiguous()
+    where = (sent, places["table"], pages) if "table" in places else (table, 0, table.stride(0))
+    fill_staged(metadata, sent, requests, where, pages, at("ids"), None if tail_ids is None else at("tails"))
     metadata.num_rows = host.rows
-    metadata.num_requests = len(host.new_lens)
+    metadata.num_requests = requests
     metadata.max_kv_len = host.max_kv_len
 
 

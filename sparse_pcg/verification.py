@@ -1,4 +1,4 @@
-"""Proof on the spot: every captured graph of a runner against the same pieces uncaptured, and against eager."""
+"""Proof on the spot: every captured graph of a runner against the same pieces uncaptured and with breaks, and eager."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .batch import Batch
 from .buckets import smallest_batch
 
 if TYPE_CHECKING:
-    from .runner import PrefillRunner
+    from .graph_runner import GraphRunner
 
 # Relative L2 distance of a row from the eager model's: a matrix product over n rows and one over the padded bucket
 # differ in the last bits of their dtype. A row in which that tips a choice (which experts, which tokens) differs by
@@ -31,7 +31,8 @@ def closeness(got: torch.Tensor, want: torch.Tensor) -> tuple[float, bool]:
 class Check:
     """One graph at one number of rows.
 
-    bitwise: hidden states, logits and the request's KV pages equal those of the uncaptured run in every byte.
+    bitwise: hidden states, logits and the request's KV pages equal those of the uncaptured run in every byte, hidden
+        states and logits also those of a run with breaks.
     distance, close: ``closeness`` of the hidden states to the eager model's.
     """
 
@@ -64,7 +65,7 @@ class Verification:
         return "\n".join(lines)
 
 
-def verify(runner: PrefillRunner) -> Verification:
+def verify(runner: GraphRunner) -> Verification:
     """Check each captured bucket and variant with its largest and its smallest batch, on free pages of the KV pools."""
     checks = []
     for bucket in sorted(runner.bucket_sizes()):
@@ -76,7 +77,7 @@ def verify(runner: PrefillRunner) -> Verification:
     return Verification(tuple(checks))
 
 
-def _check(runner: PrefillRunner, bucket: int, variant: str, rows: int) -> Check | None:
+def _check(runner: GraphRunner, bucket: int, variant: str, rows: int) -> Check | None:
     if variant == "short" and rows > runner.index_topk:
         return None  # such a batch never takes the short graph
     generator = torch.Generator().manual_seed(1000 * bucket + rows)
@@ -85,13 +86,15 @@ def _check(runner: PrefillRunner, bucket: int, variant: str, rows: int) -> Check
             # Rows that see more than index_topk tokens take the graph with cuts, however few they are.
             for start in range(0, runner.index_topk, runner.sizes[-1]):
                 part = min(runner.sizes[-1], runner.index_topk - start)
-                runner.forward(_extend(runner, request, part, generator), "uncaptured")
+                runner.serve_checked(_extend(runner, request, part, generator), "uncaptured")
         batch = _extend(runner, request, rows, generator)
-        eager = runner.forward(batch, "eager").hidden
-        plain = runner.forward(batch, "uncaptured")
+        eager = runner.serve_checked(batch, "eager").hidden
+        breaks = runner.serve_checked(batch, "breaks")
+        plain = runner.serve_checked(batch, "uncaptured")
         before = pages_of(runner, request.pages)
-        replay = runner.forward(batch)
-        pairs = [(plain.hidden, replay.hidden), (plain.logits, replay.logits)]
+        replay = runner.serve_checked(batch, "replay")
+        pairs = [(other.hidden, replay.hidden) for other in (plain, breaks)]
+        pairs += [(other.logits, replay.logits) for other in (plain, breaks)]
         pairs += list(zip(before, pages_of(runner, request.pages), strict=True))
     took = replay.bucket == bucket and replay.variant == variant
     distance, close = closeness(replay.hidden, eager)
@@ -99,7 +102,7 @@ def _check(runner: PrefillRunner, bucket: int, variant: str, rows: int) -> Check
     return Check(bucket, variant, rows, bitwise, distance, close)
 
 
-def _extend(runner: PrefillRunner, request: Any, rows: int, generator: torch.Generator) -> Batch:
+def _extend(runner: GraphRunner, request: Any, rows: int, generator: torch.Generator) -> Batch:
     prefix = request.num_tokens
     request.extend(rows)
     vocab = int(runner.model.config.vocab_size)  # type: ignore[union-attr,arg-type]
@@ -108,7 +111,7 @@ def _extend(runner: PrefillRunner, request: Any, rows: int, generator: torch.Gen
     return Batch(ids.to(runner.device), [rows], [prefix], table.to(runner.device))
 
 
-def pages_of(runner: PrefillRunner, pages: list[int]) -> list[torch.Tensor]:
+def pages_of(runner: GraphRunner, pages: list[int]) -> list[torch.Tensor]:
     """Copies of these pages of every cache."""
     context = runner.kv.context(None)
     caches = [c.view(runner.kv.num_pages, -1) for c in (*context.latent_kv.values(), *context.index_k.values())]
