@@ -129,7 +129,7 @@ class Op:
 
         Raises RuntimeError when the forced provider (``use_provider`` or the environment) cannot serve them.
         """
-        forced = (_forced.get() or {}).get(self.name) or os.environ.get(self._env)
+        forced = forced_provider(self.name)
         if forced:
             why = self.refusal(forced, *args, **kwargs)
             if why is not None:
@@ -148,6 +148,11 @@ class Op:
             return f"no such provider, there are {sorted(self.providers)}"
         chosen = self.providers[provider]
         return chosen.missing() or chosen.supports(*args, **kwargs)
+
+
+def forced_provider(op: str) -> str | None:
+    """The provider that ``use_provider`` or the environment asks for, of the op called ``op``."""
+    return (_forced.get() or {}).get(op) or os.environ.get(OPS[op]._env) or None
 
 
 def _on_cuda(args: tuple[Any, ...]) -> bool:
@@ -207,6 +212,23 @@ def define(
     OPS[name] = op
     _BY_OVERLOAD[overload] = op
     return op
+
+
+def providers_of(op: str, *args: Any) -> list[tuple[str, bool, str | None]]:
+    """Who can serve the op called ``op``: (provider, usable, reason why not), in the order in which they are tried.
+
+    args: the op's arguments in schema order; without any it is asked what runs on this machine at all. The reference
+    comes after those that are preferred to it, and behind it those that are used only where forced.
+    Raises ValueError for an unknown op.
+    """
+    if op not in OPS:
+        raise ValueError(f"op: no operator {op!r}, there are {sorted(OPS)}")
+    table = OPS[op].providers
+    found = []
+    for name in dict.fromkeys((*OPS[op].preference, "reference", *table)):
+        why = OPS[op].refusal(name, *args) if args else table[name].missing()
+        found.append((name, why is None, why))
+    return found
 
 
 def op_of(overload: Any) -> Op | None:

@@ -7,7 +7,7 @@ from hypothesis import given
 
 import custom_ops
 from custom_ops._register import debug_checks
-from custom_ops.topk import launch_topk
+from custom_ops.topk_triton import launch_triton
 from tests.custom_ops import strategies as s
 
 PROVIDERS = ("reference", "triton")
@@ -145,7 +145,7 @@ def test_nothing_is_written_beyond_the_rows(values: str) -> None:
     args = make(16, 97, values, 0, 2)
     rows = len(args["lengths"])
     buffer = torch.full((rows + 1, 16), 77, dtype=torch.int32, device=s.DEVICE)
-    launch_topk(buffer[:rows], args["logits"], args["starts"], args["lengths"], None, None, rows)
+    launch_triton(buffer[:rows], args["logits"], args["starts"], args["lengths"], None, None, rows)
     s.assert_bitwise(buffer[:rows], s.call("topk_indices", "reference", args))
     assert (buffer[rows] == 77).all()
 

@@ -1,0 +1,144 @@
+"""CUDA C++ compiled when it is first used, by the NVRTC that PyTorch brings, and launched at little cost to the host.
+
+A kernel takes one struct by value. A launch packs it and calls the driver: no tensor is converted, nothing is
+allocated, and the call is one that a stream capture records.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import glob
+import os
+import site
+import struct
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+_INVALID_CONTEXT = 201
+# CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number; one CUlaunchAttribute.
+_CONFIG = struct.Struct("@7I4xPPI4x")
+_ATTRIBUTE = struct.Struct("@I4x3I52x")
+
+
+class CudaError(RuntimeError):
+    """The driver or the compiler refused; the message says what it said."""
+
+
+@functools.cache
+def _driver() -> ctypes.CDLL:
+    driver = ctypes.CDLL("libcuda.so.1")
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    return driver
+
+
+def _check(code: int) -> None:
+    if code:
+        said = ctypes.c_char_p()
+        _driver().cuGetErrorString(code, ctypes.byref(said))
+        raise CudaError(f"CUDA error {code}: {(said.value or b'unknown').decode()}")
+
+
+@functools.cache
+def _nvrtc() -> ctypes.CDLL:
+    """The NVRTC of the CUDA version that PyTorch was built with: on the loader's path, or among the packages."""
+    major = (torch.version.cuda or "").split(".")[0]
+    name = f"libnvrtc.so.{major}"
+    folders = [*site.getsitepackages(), os.path.dirname(os.path.dirname(torch.__file__))]
+    packaged = [path for folder in folders for path in sorted(glob.glob(f"{folder}/nvidia/*/lib/{name}"))]
+    for path in (name, *packaged):
+        try:
+            return ctypes.CDLL(path)
+        except OSError:
+            continue
+    raise CudaError(f"{name} is not found")
+
+
+def compile_cuda(source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
+    """The cubin of ``source`` for one GPU architecture. Raises CudaError with the compiler's log."""
+    nvrtc = _nvrtc()
+    program = ctypes.c_void_p()
+    arguments = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17", *options]
+
+    def check(code: int) -> None:
+        if code:
+            size = ctypes.c_size_t()
+            nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+            log = ctypes.create_string_buffer(max(1, size.value))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            raise CudaError(f"NVRTC error {code} for {name}: {log.value.decode(errors='replace').strip()}")
+
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    try:
+        encoded = (ctypes.c_char_p * len(arguments))(*(a.encode() for a in arguments))
+        check(nvrtc.nvrtcCompileProgram(program, len(arguments), encoded))
+        size = ctypes.c_size_t()
+        check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
+        cubin = ctypes.create_string_buffer(size.value)
+        check(nvrtc.nvrtcGetCUBIN(program, cubin))
+        return cubin.raw
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+class _Record(threading.local):
+    """The memory that a thread's launches are described in, reused from call to call."""
+
+    def __init__(self, size: int) -> None:
+        self.parameters = ctypes.create_string_buffer(size)
+        self.config = ctypes.create_string_buffer(_CONFIG.size)
+        self.attribute = ctypes.create_string_buffer(_ATTRIBUTE.size)
+        self.attribute_address = ctypes.addressof(self.attribute)
+        self.pointer = ctypes.c_void_p(ctypes.addressof(self.parameters))
+        self.addresses = (ctypes.addressof(self.config), ctypes.addressof(self.pointer))
+
+
+class CudaKernel:
+    """A kernel of a cubin on one device.
+
+    threads: of a block. shared: bytes of dynamic shared memory of a block. layout: a ``struct`` format of the one
+    argument, fields in order.
+    """
+
+    def __init__(self, cubin: bytes, name: str, device: int, threads: int, shared: int, layout: str) -> None:
+        driver = _driver()
+        library, self._kernel, handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
+        _check(driver.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0))
+        _check(driver.cuLibraryGetKernel(ctypes.byref(self._kernel), library, name.encode()))
+        _check(driver.cuDeviceGet(ctypes.byref(handle), device))
+        _check(driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, self._kernel, handle))
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # there is a context; the kernel is loaded into it now
+            function = ctypes.c_void_p()
+            _check(driver.cuKernelGetFunction(ctypes.byref(function), self._kernel))
+        self._layout = struct.Struct("@" + layout)
+        self._record = _Record(self._layout.size)
+        self._address = self._kernel.value
+        self._device, self._threads, self._shared = device, threads, shared
+        self._call = driver.cuLaunchKernelEx
+
+    def launch(self, blocks: int, arguments: Sequence[Any], cluster: int = 1) -> None:
+        """Launch on the device's current stream; ``cluster`` divides ``blocks``. Raises CudaError."""
+        if torch._C._cuda_getDevice() != self._device:
+            with torch.cuda.device(self._device):
+                return self.launch(blocks, arguments, cluster)
+        record = self._record
+        self._layout.pack_into(record.parameters, 0, *arguments)
+        if cluster > 1:
+            _ATTRIBUTE.pack_into(record.attribute, 0, _CLUSTER_DIMENSION, cluster, 1, 1)
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        _CONFIG.pack_into(
+            record.config, 0, blocks, 1, 1, self._threads, 1, 1, self._shared, stream,
+            record.attribute_address, cluster > 1,
+        )  # fmt: skip
+        config, parameters = record.addresses
+        code = self._call(config, self._address, parameters, None)
+        if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+            torch.cuda.set_device(self._device)
+            code = self._call(config, self._address, parameters, None)
+        _check(code)

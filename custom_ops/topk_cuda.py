@@ -1,0 +1,145 @@
+"""The CUDA C++ kernels of the top-k selection (topk.cu): compiled at first use, launched for a batch of rows."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from custom_ops._nvrtc import CudaError, CudaKernel, compile_cuda
+
+logger = logging.getLogger(__name__)
+
+_LAYOUT = "PPPPPPqqii"  # struct Arguments
+_BINS = 2048
+_CLUSTER = 8  # blocks at most that share a row
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How topk.cu is built; the names are its macros in lower case."""
+
+    threads: int = 1024
+    capacity: int = 8192
+    max_k: int = 2048
+    bins: int = _BINS
+    unroll: int = 4
+    split_unroll: int = 4
+    blocks_per_sm: int = 2
+    prefetch_bytes: int = 0
+    sample_stride_log: int = 6
+    sample_min_log: int = 8
+    sample_max_log: int = 10
+    sample_sigmas: float = 6.0
+
+    @property
+    def macros(self) -> list[str]:
+        return [f"-D{name.upper()}={value}" for name, value in vars(self).items()]
+
+    @property
+    def shared(self) -> int:
+        """Bytes of ``struct Shared``."""
+        return 8 * self.capacity + 4 * (self.bins + self.max_k + 3 * 32 + 3 + 3 + 2)
+
+
+DEFAULT = Tuning()
+
+
+@functools.cache
+def kernels(device: int, tuning: Tuning = DEFAULT) -> tuple[CudaKernel, CudaKernel]:
+    """``topk_rows`` and ``topk_split_rows`` on a device. Raises CudaError or OSError where they cannot be built."""
+    source = (Path(__file__).parent / "topk.cu").read_text()
+    cubin = compile_cuda(source, "topk.cu", torch.cuda.get_device_capability(device), tuning.macros)
+    rows, split = (
+        CudaKernel(cubin, name, device, tuning.threads, tuning.shared, _LAYOUT)
+        for name in ("topk_rows", "topk_split_rows")
+    )
+    return rows, split
+
+
+@functools.cache
+def missing_on(device: int) -> str | None:
+    """Why the kernels cannot run on this device, or None; logged once."""
+    try:
+        if torch.version.cuda is None:
+            return "PyTorch is built without CUDA"
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 9:
+            return f"it needs compute capability 9.0, the GPU has {major}.{minor}"
+        kernels(device)
+    except (CudaError, OSError, RuntimeError, AttributeError) as error:
+        logger.warning("top-k: the CUDA kernels cannot be built, Triton serves instead: %s", error)
+        return f"the kernels cannot be built: {error}"
+    return None
+
+
+def missing() -> str | None:
+    """Why the kernels cannot run on the current device, or None."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return missing_on(torch.cuda.current_device())
+
+
+def refuses(logits: torch.Tensor, k: int) -> str | None:
+    """Why the kernels do not serve these arguments, or None."""
+    if k > DEFAULT.max_k:
+        return f"k is at most {DEFAULT.max_k}, not {k}"
+    if not logits.is_cuda:
+        return "logits are not on a CUDA device"
+    return missing_on(logits.get_device())
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:
+    """1, or for few and long rows how many blocks share each."""
+    blocks = 1
+    while blocks < _CLUSTER and 2 * blocks * rows <= multiprocessors and blocks * 2 * DEFAULT.capacity <= width:
+        blocks *= 2
+    return blocks
+
+
+def launch(
+    out: torch.Tensor,
+    logits: torch.Tensor,
+    starts: torch.Tensor | None,
+    lengths: torch.Tensor,
+    request_of_row: torch.Tensor | None,
+    page_table: torch.Tensor | None,
+    valid_rows: int,
+    tuning: Tuning = DEFAULT,
+    blocks: int | None = None,
+) -> None:
+    """Write the selection of each row into ``out`` int32 [T, k], contiguous; the arguments of ``launch_topk``.
+
+    blocks: that share a row; None: as fits the device. Raises CudaError where the launch is refused.
+    """
+    rows, k = out.shape
+    if rows == 0:
+        return
+    device = logits.get_device()
+    if blocks is None:
+        blocks = blocks_of_a_row(rows, logits.shape[1], _multiprocessors(device))
+    kernel = kernels(device, tuning)[blocks > 1]
+    kernel.launch(
+        rows * blocks,
+        (
+            logits.data_ptr(),
+            starts.data_ptr() if starts is not None else 0,
+            lengths.data_ptr(),
+            request_of_row.data_ptr() if request_of_row is not None else 0,
+            page_table.data_ptr() if page_table is not None else 0,
+            out.data_ptr(),
+            logits.stride(0),
+            page_table.stride(0) if page_table is not None else 0,
+            valid_rows,
+            k,
+        ),
+        blocks,
+    )
