@@ -9,6 +9,7 @@ from .backend import compile, freeze, reset
 from .batch import Batch
 from .counters import Stats, stats
 from .errors import CaptureError, FrozenError, OptionError, SparsePCGError
+from .generation import generate
 from .options import Options
 from .plan import Plan
 from .recording import record
@@ -30,6 +31,7 @@ __all__ = [
     "compile",
     "explain",
     "freeze",
+    "generate",
     "record",
     "reset",
     "stats",

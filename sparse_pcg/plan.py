@@ -231,8 +231,8 @@ def record_plan(
     plan = Plan(variant, f"{variant}{label}")
     with device.session(pool):
         try:
-            if variant == "short":
-                _record_short(plan, program, inputs, device, pool)
+            if variant in ("short", "whole"):
+                _record_whole(plan, program, inputs, device, pool)
             else:
                 _Recording(plan, program, inputs, device, pool, label).run()
         finally:
@@ -243,16 +243,23 @@ def record_plan(
     return plan
 
 
-def _record_short(plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool) -> None:
-    if not program.has_short:
-        raise CaptureError("no short graph: a cut has no capturable body, or a piece cannot be captured")
+def _record_whole(plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool) -> None:
+    """One graph of all steps. short: with the capturable bodies of the cuts; whole: with the cuts themselves.
+
+    What a cut reads on the host is as it is now in each replay of ``whole``.
+    """
+    short = plan.variant == "short"
+    if any(s.kind == LIVE for s in program.steps) or (short and not program.has_short):
+        raise CaptureError(
+            f"no {plan.variant} graph: a cut has no capturable body, or a piece cannot be captured"
+        )
     try:
-        replay, outputs = device.capture(lambda *args: program.run(args, short=True), inputs, pool)
+        replay, outputs = device.capture(lambda *args: program.run(args, short=short), inputs, pool)
     except CaptureError as error:
         plan.failure = error
-        outputs = program.run(inputs, short=True)
+        outputs = program.run(inputs, short=short)
     else:
-        plan.add(replay, "the short graph", PIECE)
+        plan.add(replay, f"the {plan.variant} graph", PIECE)
         plan.captures = 1
     plan.values = list(outputs)
     plan._outputs = tuple(Ref(i) for i in range(len(outputs)))

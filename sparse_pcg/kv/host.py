@@ -190,8 +190,8 @@ class HostKV:
 
     def flush(self) -> None:
         """Block until all copies are done and all evicted pages are free. Raises TransferError if some failed."""
-        for under_way in (*self._leaving, *self._loads):
-            self._queue.finish(under_way.transfer)
+        for transfer in (*(x.transfer for x in self._leaving), *(x.transfer for x in self._loads)):
+            self._queue.finish(transfer)
         self._reap()
 
     def close(self) -> None:

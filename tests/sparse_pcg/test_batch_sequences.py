@@ -10,7 +10,7 @@ import torch
 
 import sparse_pcg
 from sparse_pcg.kv import PagedKV
-from sparse_pcg.models import DSAModel, preset
+from sparse_pcg.models import DSAModel, ModelConfig, preset
 from tests.sparse_pcg.sequences import Driver, Subject
 
 CONFIG = replace(preset("tiny"), num_layers=3, index_topk=16)
@@ -25,10 +25,12 @@ def _fresh() -> Iterator[None]:
     sparse_pcg.reset()
 
 
-def build(pages: int = 9, device: str = "cpu", **options: object) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
-    model = DSAModel(CONFIG, dtype=torch.float32, device=device, seed=3)
-    layers = CONFIG.index_layers
-    kv = PagedKV(CONFIG.num_layers, pages, index_layers=layers, dtype=torch.float32, device=device, poison=True)
+def build(
+    pages: int = 9, device: str = "cpu", config: ModelConfig = CONFIG, **options: object
+) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
+    model = DSAModel(config, dtype=torch.float32, device=device, seed=3)
+    layers = config.index_layers
+    kv = PagedKV(config.num_layers, pages, index_layers=layers, dtype=torch.float32, device=device, poison=True)
     chosen = sparse_pcg.Options(**{"capture_sizes": (4, 8, 16, 32), "compiler": "eager", **options})  # type: ignore[arg-type]
     runner = sparse_pcg.PrefillRunner(model, kv, chosen)
     runner.capture(progress=False)
@@ -51,7 +53,7 @@ def test_replay_equals_uncaptured_over_hundreds_of_sequences() -> None:
 
 
 def test_compiled_pieces_too() -> None:
-    runner, kv = build(compiler="inductor", capture_sizes=(8, 32))
+    runner, kv = build(config=replace(CONFIG, num_layers=2), compiler="inductor", capture_sizes=(8, 32))
     driver = Driver(Subject.of(runner, kv), seed=2)
     before = sparse_pcg.stats().replays
     for _ in range(12):
