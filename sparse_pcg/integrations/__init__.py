@@ -1,0 +1,1 @@
+"""Adapters to serving engines and model libraries; each imports its engine only when it is used."""

@@ -1,0 +1,94 @@
+"""SGLang's ``breakable`` prefill graphs with fewer breaks: two variants per bucket behind its own backend interface."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
+
+from .deployment import Serving
+from .recording import CUT
+from .segments import RecordedPrefill, record_prefill
+from .variants import Variants
+
+
+class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc]
+    """A drop-in for SGLang's backend of the same flag.
+
+    Per bucket a ``cut`` graph, and a ``short`` one without any cut for batches in which no request has more than
+    ``index_topk`` tokens. A bucket below the floor of its attention kernel is captured as SGLang does.
+    """
+
+    def __init__(self, cuda_graph_runner: Any, serving: Serving, **kwargs: Any) -> None:
+        super().__init__(cuda_graph_runner, **kwargs)
+        self.serving = serving
+        self.variants = Variants(cuda_graph_runner, serving)
+        self._forward_fns: dict[int, Callable[[], Any]] = {}
+        self._kept: list[Any] = []
+
+    @contextmanager
+    def capture_session(self, stream: Any) -> Iterator[None]:
+        """SGLang's, and one line in the log when all buckets are captured."""
+        with super().capture_session(stream):
+            yield
+        self.variants.report("breakable")
+
+    def capture_one(self, shape_key: Any, forward_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
+        """Warm up as SGLang does, then record the variants. Other arguments are only kept alive."""
+        size = shape_key.size
+        if not self.serving.serves(size):
+            return super().capture_one(shape_key, forward_fn, *args, **kwargs)
+        for _ in range(2):
+            warm = self._settled(forward_fn)
+        if self._shared_output_buffer is None:
+            self._shared_output_buffer = self._alloc_full_buffer(warm, size)
+        recorded: dict[str, RecordedPrefill] = {}
+        for variant in self.variants.wanted:
+            with self.variants.static_metadata(variant, size):
+                self._settled(forward_fn)  # what only this variant launches warms up uncaptured
+                with record_prefill(
+                    variant, pool=self._pool, stream=self._capture_stream, barrier=self._tp_group.barrier
+                ) as recorded[variant]:
+                    rows = self._write_output(forward_fn(), size)
+        self.variants.graphs[size] = recorded
+        self._graphs[shape_key] = recorded[CUT]
+        self._outputs[shape_key] = self._slice_output(self._shared_output_buffer, rows)
+        self._forward_fns[size] = forward_fn
+        self._kept.append((args, kwargs))
+        return None
+
+    def _settled(self, forward_fn: Callable[[], Any]) -> Any:
+        self._device_module.synchronize()
+        self._tp_group.barrier()
+        return forward_fn()
+
+    def _write_output(self, output: Any, size: int) -> int:
+        rows: int = self._output_rows(output, size)
+        self._copy_output_to_buffer(output, self._shared_output_buffer, rows)
+        return rows
+
+    def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
+        """Replay the variant chosen for the batch."""
+        size = shape_key.size
+        if size not in self.variants.graphs:
+            return super().replay(shape_key, static_forward_batch, **kwargs)
+        graph = self.variants.graph(size)
+        if self.serving.uncaptured:
+            # The same kernels on the same buffers, launched one by one: what a replay must equal bitwise.
+            with (
+                self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
+                self.serving.keeping_context(),
+            ):
+                self._write_output(self._forward_fns[size](), size)
+        else:
+            graph.replay()
+        return self._outputs[shape_key]
+
+    def cleanup(self) -> None:
+        """Drop every graph."""
+        self.variants.drop()
+        self._forward_fns.clear()
+        self._kept.clear()
+        super().cleanup()

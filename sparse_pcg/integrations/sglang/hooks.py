@@ -1,0 +1,142 @@
+"""Where SGLang is hooked: one function at start-up, the rest when a server builds its prefill graphs."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .recording import captured_attention, captured_indexer, cut_selection, select_everything, skips_logits
+
+logger = logging.getLogger("sparse_pcg")
+
+_SRT = "sglang.srt"
+CHOICE = f"{_SRT}.model_executor.runner_backend.utils.resolve_prefill_backend"
+_MLA = f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
+_INDEXER = f"{_SRT}.layers.attention.dsa.dsa_indexer"
+
+# Breaks that run attention over a selection, by the names of the releases that have them.
+ATTENTION = (
+    f"{_MLA}.bcg_mla_bmm_then_unified_attention",
+    f"{_MLA}.DeepseekMLAForwardMixin._eager_bmm_attention",
+    f"{_SRT}.layers.radix_attention.breakable_unified_attention_with_output",
+    f"{_SRT}.layers.radix_attention.RadixAttention._eager_attention",
+)
+INDEXER = (f"{_INDEXER}.bcg_dsa_indexer_prefill_split",)
+
+
+def register(release: str) -> None:
+    """Hook SGLang's choice of a prefill backend."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def choose(original: Callable[..., Any], cuda_graph_runner: Any) -> Any:
+        return choose_backend(release, original, cuda_graph_runner)
+
+    HookRegistry.register(CHOICE, choose, HookType.AROUND)
+
+
+def choose_backend(release: str, original: Callable[..., Any], cuda_graph_runner: Any) -> Any:
+    """Our backend where SGLang would take its own of the same flag; SGLang's wherever ours cannot serve."""
+    flag = cuda_graph_runner.prefill_backend_name
+    if flag not in ("breakable", "tc_piecewise"):
+        return original(cuda_graph_runner)
+    try:
+        make = _maker(flag, release, cuda_graph_runner)
+    except Exception:
+        logger.exception("sparse_pcg: SGLang %s %s: cannot serve, SGLang's own graphs are used", release, flag)
+        make = None
+    if make is None:
+        return original(cuda_graph_runner)
+    return make()
+
+
+def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any] | None:
+    from .deployment import Serving
+
+    args = cuda_graph_runner.model_runner.server_args
+    serving = Serving(cuda_graph_runner, release)
+    if flag == "tc_piecewise":
+        install()
+        from .piecewise import SparsePCGPiecewiseBackend
+
+        return lambda: SparsePCGPiecewiseBackend(cuda_graph_runner, serving)
+    if not serving.attention or getattr(args, "debug_cuda_graph", False):
+        serving.report(flag, {}, 0)
+        return None
+    install()
+    from .breakable import SparsePCGBreakableBackend
+
+    return lambda: SparsePCGBreakableBackend(
+        cuda_graph_runner, serving, enable_memory_saver=getattr(args, "enable_memory_saver", False)
+    )
+
+
+class _Bound:
+    """A break of a class: binds like SGLang's own, so that ``run_eager`` keeps its instance."""
+
+    def __init__(self, call: Callable[..., Any], original: Any) -> None:
+        self._call, self._original = call, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call(self._original, *args, **kwargs)
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
+        return self if instance is None else _Bound(self._call, self._original.__get__(instance, owner))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_original"], name)
+
+
+_installed = False
+
+
+def install() -> None:
+    """Hook the breaks and the indexer of the installed release, once."""
+    global _installed
+    if _installed:
+        return
+    _installed = True
+    from sglang.srt.model_executor.forward_context import get_attn_backend
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name in ATTENTION:
+        _wrap(name, captured_attention)
+    for name in INDEXER:
+        _wrap(name, captured_indexer)
+
+    def running() -> tuple[Any, Any]:
+        return _running_batch(), get_attn_backend()
+
+    for method, hook in {
+        "_forward_cuda_k_only": select_everything,
+        "_should_skip_logits_computation": skips_logits,
+        "_get_topk_ragged": cut_selection(eager_on_graph, running),
+    }.items():
+        HookRegistry.register(f"{_INDEXER}.Indexer.{method}", hook, HookType.AROUND)
+    HookRegistry.apply_hooks()
+
+
+def _wrap(name: str, hook: Callable[..., Any]) -> None:
+    """Put ``hook`` around a break, where this release has it. Module-level names are looked up at each call."""
+    path, attribute = name.rsplit(".", 1)
+    owner: Any
+    try:
+        owner = importlib.import_module(path)
+    except ImportError:
+        module, cls = path.rsplit(".", 1)
+        owner = getattr(importlib.import_module(module), cls, None)
+    original = getattr(owner, "__dict__", {}).get(attribute)
+    if original is None or isinstance(original, _Bound):
+        return
+    setattr(owner, attribute, _Bound(hook, original))
+
+
+def _running_batch() -> Any:
+    """The batch of the prefill under way, as SGLang's breaks read it."""
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
+        get_tc_piecewise_forward_context,
+    )
+
+    return get_tc_piecewise_forward_context().forward_batch

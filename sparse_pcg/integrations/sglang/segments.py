@@ -1,0 +1,112 @@
+"""A recorded prefill: SGLang's own segment capture, kept as one flat plan of graph launches and live calls.
+
+The capture is SGLang's (its streams, its pool, its joining of side streams, of the installed release); what is recorded
+is a ``Plan``: a segment that launched nothing is dropped, and a replay is a loop over bound calls.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as sglang_graphs
+
+from sparse_pcg.counters import COUNTS, LIVE
+from sparse_pcg.errors import CaptureError
+from sparse_pcg.plan import Plan
+
+_EMPTY = "The CUDA Graph is empty"
+
+
+class _Breaks(list):  # type: ignore[type-arg]
+    """Where SGLang's break decorator appends its live calls."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__()
+        self._plan = plan
+
+    def append(self, call: Callable[[], Any]) -> None:
+        self._plan.add(call, f"cut {self._plan.cuts}")
+        self._plan.cuts += 1
+
+
+class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
+    """One bucket and variant; ``replay()`` as SGLang calls it. Counted among the live graphs."""
+
+    def __init__(self, variant: str) -> None:
+        super().__init__()
+        self.plan = Plan(variant)
+        self._break_fns = _Breaks(self.plan)
+        self._idle: list[Any] = []  # segments that launch nothing: a pool ends with its last graph, which one may be
+        self._said: list[warnings.WarningMessage] = []
+
+    def _append_segment(self, graph: Any, needs_instantiate: bool = False) -> None:
+        if any(_EMPTY in str(w.message) for w in self._said):
+            self._idle.append(graph)
+        else:
+            if needs_instantiate:
+                graph.instantiate()
+            self.plan.add(graph.replay, f"piece {self.plan.captures}")
+            self.plan.captures += 1
+        self._said.clear()
+
+    def replay(self) -> None:
+        token = sglang_graphs._current_stream_var.set(sglang_graphs.get_device_module().current_stream())
+        try:
+            self.plan.replay()
+        finally:
+            sglang_graphs._current_stream_var.reset(token)
+
+    # What the registry of live graphs asks for.
+
+    @property
+    def piece_count(self) -> int:
+        """Graphs in it."""
+        return self.plan.captures
+
+    @property
+    def cut_count(self) -> int:
+        """Live calls in it."""
+        return self.plan.cuts
+
+    def pool_bytes(self) -> int:
+        """The pool is SGLang's, and counted there."""
+        return 0
+
+    def drop(self) -> None:
+        """Give the graphs back; it cannot be replayed any more."""
+        self.plan.steps, self.plan.labels = [_dropped], ["a dropped plan"]
+        self._idle.clear()
+        LIVE.discard(self)
+
+
+def _dropped() -> None:
+    raise CaptureError("this prefill graph was dropped; restart the server or let SGLang capture again")
+
+
+@contextmanager
+def record_prefill(
+    variant: str, *, pool: Any, stream: Any, barrier: Callable[[], None] | None
+) -> Iterator[RecordedPrefill]:
+    """Record what runs inside the block, cut at SGLang's breaks, into ``pool`` on ``stream``."""
+    recorded = RecordedPrefill(variant)
+    scope = getattr(_pool_scopes(), "graph_pool_capture_scope", nullcontext)
+    with warnings.catch_warnings(record=True) as said, scope():
+        warnings.simplefilter("always")
+        recorded._said = said
+        with sglang_graphs.BreakableCUDAGraphCapture(cuda_graph=recorded, pool=pool, stream=stream, barrier_fn=barrier):
+            yield recorded
+    recorded._said = []
+    COUNTS.graphs += 1
+    COUNTS.captures += recorded.plan.captures
+    LIVE.add(recorded)
+
+
+def _pool_scopes() -> Any:
+    try:
+        from sglang.srt.model_executor.runner_utils import pool
+    except ImportError:  # before SGLang had one graph pool
+        return None
+    return pool
