@@ -85,11 +85,13 @@ def experts_grouped(
     ordered, order = ids.flatten().sort(stable=True)
     bounds = torch.arange(count, device=x.device)
     ends = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
-    hidden = swiglu(F.grouped_mm(x[order // top], gate_up.transpose(1, 2), offs=ends))
+    rows = x.shape[0] * min(top, count)  # no row chooses an expert twice: the groups end before this
+    hidden = swiglu(F.grouped_mm(x[order[:rows] // top], gate_up.transpose(1, 2), offs=ends))
     outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
     place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
-    per_choice = outputs[place].unflatten(0, (-1, top)).float() * weights.unsqueeze(2)
-    return torch.where((ids < count).unsqueeze(2), per_choice, 0.0).sum(dim=1).to(x.dtype)
+    here = (ids < count).unsqueeze(2)
+    per_choice = outputs[torch.where(here.flatten(), place, 0)].unflatten(0, (-1, top)).float()
+    return torch.where(here, per_choice * weights.unsqueeze(2), 0.0).sum(dim=1).to(x.dtype)
 
 
 def grouped_gemm_serves(device: torch.device, dtype: torch.dtype) -> bool:

@@ -27,9 +27,7 @@ def prefill(model, kv, chunks, pad_to=None, pad_id=0):
     """
     rows, device = sum(len(new) for _, new in chunks), model.embed_tokens.device
     size = pad_to or rows
-    metadata = BatchMetadata.allocate(
-        size, max(len(chunks), 1), kv.num_pages, model.config.index_topk, device
-    )
+    metadata = BatchMetadata.allocate(size, max(len(chunks), 1), kv.num_pages, model.config.index_topk, device)
     metadata.input_ids.fill_(pad_id)
     at = 0
     for number, (request, new) in enumerate(chunks):
@@ -75,9 +73,7 @@ class Selections:
     def __init__(self, model):
         self.by_layer = {}
         self.hooks = [
-            module.register_forward_hook(self._keep)
-            for module in model.modules()
-            if isinstance(module, Attention)
+            module.register_forward_hook(self._keep) for module in model.modules() if isinstance(module, Attention)
         ]
 
     def _keep(self, module, args, output):
@@ -90,9 +86,9 @@ class Selections:
         for hook in self.hooks:
             hook.remove()
 
-    def visible(self, layer, pages):
-        """bool [T, T]: which positions each row selected."""
-        slots = self.by_layer[layer]
+    def visible(self, layer, pages, rows=slice(None)):
+        """bool [T, T]: which positions each of the ``rows``, all of one request, selected."""
+        slots = self.by_layer[layer][rows]
         mask = torch.zeros(len(slots), len(slots), dtype=torch.bool)
         for row, chosen in enumerate(slots.tolist()):
             kept = [pages.index(slot // PAGE) * PAGE + slot % PAGE for slot in chosen if slot >= 0]

@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
-from sparse_pcg.models import preset
-from sparse_pcg.models.moe import experts_dense, experts_grouped, local_ids, route
+from sparse_pcg.models import Rank, preset
+from sparse_pcg.models.dsa import draw_weights
+from sparse_pcg.models.moe import MoE, experts_dense, experts_grouped, local_ids, route
 
 
 def _router_config(**overrides):
@@ -36,8 +37,9 @@ def test_routing_within_groups_worked_by_hand():
     torch.testing.assert_close(weights.sum(), torch.tensor(2.5))
 
 
+@pytest.mark.parametrize("here", [(0, 8), (2, 3), (7, 1)])
 @pytest.mark.parametrize("rows", [0, 1, 7, 40])
-def test_grouped_experts_equal_dense_ones(rows, monkeypatch):
+def test_grouped_experts_equal_dense_ones(rows, here, monkeypatch):
     real, reached = torch.nn.functional.grouped_mm, []
 
     def grouped_mm(a, b, offs):
@@ -49,19 +51,42 @@ def test_grouped_experts_equal_dense_ones(rows, monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm)
     generator = torch.Generator().manual_seed(rows)
+    first, count = here
     x = torch.randn(rows, 32, generator=generator).bfloat16()
     gate_up = (torch.randn(8, 48, 32, generator=generator) / 32**0.5).bfloat16()
     down = (torch.randn(8, 32, 24, generator=generator) / 24**0.5).bfloat16()
     weights, ids = torch.rand(rows, 8, generator=generator).topk(2)
     valid = torch.rand(rows, generator=generator) < 0.7
-    x[~valid] = math.nan
-    here = local_ids(ids, valid, 0, 8)
-    dense = experts_dense(x, gate_up, down, weights, here)
-    grouped = experts_grouped(x, gate_up, down, weights, here)
+    x[~valid], weights[~valid] = math.nan, math.nan
+    local = local_ids(ids, valid, first, count)
+    part = slice(first, first + count)
+    dense = experts_dense(x, gate_up[part], down[part], weights, local)
+    grouped = experts_grouped(x, gate_up[part], down[part], weights, local)
     torch.testing.assert_close(grouped, dense, atol=2e-2, rtol=2e-2)
-    assert not dense[~valid].any() and not grouped[~valid].any()
-    assert reached == [2 * valid.sum()] * 2
-    assert rows < 7 or (dense[valid].abs().sum(1) > 0).all()
+    chosen = (local < count).sum(1)
+    assert not dense[chosen == 0].any() and not grouped[chosen == 0].any()
+    assert reached == [int(chosen.sum())] * 2
+    assert (dense[chosen > 0].abs().sum(1) > 0).all() and (rows < 40 or 0 < (chosen > 0).sum() < rows)
+
+
+def test_experts_of_other_ranks_add_nothing():
+    """The parts that ranks compute of the routed experts sum to the whole; each ranks all experts."""
+    config = _router_config(n_routed_experts=8, n_shared_experts=0, hidden_size=32, moe_intermediate_size=16)
+    whole = MoE(config, torch.float32, "cpu")
+    draw_weights(whole, 1, seed=3)
+    x, valid = torch.randn(20, 32), torch.arange(20) < 17
+    total = torch.zeros(20, 32)
+    for index in range(4):
+        part = Rank(index, 4, expert_parallel=True).part_of(config)
+        assert part.local_experts == (2 * index, 2)
+        rank = MoE(part, torch.float32, "cpu")
+        rank.router, rank.correction_bias = whole.router, whole.correction_bias
+        held = slice(2 * index, 2 * index + 2)
+        rank.gate_up_proj.data, rank.down_proj.data = whole.gate_up_proj.data[held], whole.down_proj.data[held]
+        given = rank(x, valid)
+        assert given.any() and not given[~valid].any()
+        total += given
+    torch.testing.assert_close(total, whole(x, valid), atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.gpu
