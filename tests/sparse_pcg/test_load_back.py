@@ -224,7 +224,7 @@ def test_a_failed_load_is_called_off_with_its_request_or_evicted_again() -> None
 
 def test_a_failed_eviction_keeps_the_pages_and_says_so_when_they_are_needed() -> None:
     kv, host = pools(pages=4)
-    host.copy_to_host = Failing(host.copy_to_host, 2, 1)  # type: ignore[method-assign]
+    host.copy_to_host = Failing(host.copy_to_host, 2, 2)  # type: ignore[method-assign]
     evicted = host.evict(filled(kv, 150, 2))
     with pytest.raises(TransferError, match="eviction: layer 2"):
         kv.request().extend(64)
