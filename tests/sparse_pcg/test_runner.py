@@ -359,10 +359,10 @@ class TestOwnRunner:
         indexed = [i for i in range(CONFIG.num_layers) if CONFIG.has_indexer(i)]
         assert len(report.cuts) == len(indexed)
         assert all(
-            "indexer_topk" in c.op and "dsa.py:" in c.source and "indexer_prefill" in c.composite for c in report.cuts
+            "indexer_topk" in c.op and "indexers.py:" in c.source and "indexer_prefill" in c.composite for c in report.cuts
         )
         stores = [p for p in report.pieces if "sparse_pcg::index_k_prepare_store" in p.ops]
         assert len(stores) == len(indexed) and all(p.kind == "piece" for p in stores)
         text = str(report)
-        assert "index_k_prepare_store" in text and "dsa.py:" in text and "8 rows" in text
+        assert "index_k_prepare_store" in text and "indexers.py:" in text and "8 rows" in text
         assert report.to_dict()["cuts"][0]["op"] == "sparse_pcg::indexer_topk"
