@@ -114,8 +114,8 @@ class HostKV:
         Pages that another evicted request shares are not copied again. Raises OutOfPages, with nothing changed, when
         the host has no room; ValueError for a request of another pool.
         """
-        if request.allocator is not self.kv.allocator:
-            raise ValueError("evict: request must have its pages in this host pool's kv, it has them in another")
+        if request.allocator is not self.kv.allocator or self.kv.loads is not self:
+            raise ValueError("evict: request must have its pages in the kv of this host pool, which must not be closed")
         self._reap()
         arriving = {p: h for load in self._loads if self._unused(load) for h, p in load.transfer.pairs}
         known = [arriving.get(p) or self._host_of.get(p) for p in request.pages]
@@ -144,7 +144,7 @@ class HostKV:
         Raises OutOfPages, with nothing changed, when the device has no room; ValueError for what was loaded or closed
         before, or belongs to another host pool.
         """
-        if evicted.host is not self or evicted.closed:
+        if evicted.host is not self or evicted.closed or self.kv.loads is not self:
             raise ValueError("load: evicted must be an open request of this host pool")
         self._reap()
         here = [self._device_of.get(h) for h in evicted.pages]

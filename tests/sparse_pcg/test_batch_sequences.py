@@ -26,11 +26,15 @@ def _fresh() -> Iterator[None]:
 
 
 def build(
-    pages: int = 9, device: str = "cpu", config: ModelConfig = CONFIG, **options: object
+    pages: int = 9,
+    device: str = "cpu",
+    config: ModelConfig = CONFIG,
+    dtype: torch.dtype = torch.float32,
+    **options: object,
 ) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
-    model = DSAModel(config, dtype=torch.float32, device=device, seed=3)
+    model = DSAModel(config, dtype=dtype, device=device, seed=3)
     layers = config.index_layers
-    kv = PagedKV(config.num_layers, pages, index_layers=layers, dtype=torch.float32, device=device, poison=True)
+    kv = PagedKV(config.num_layers, pages, index_layers=layers, dtype=dtype, device=device, poison=True)
     chosen = sparse_pcg.Options(**{"capture_sizes": (4, 8, 16, 32), "compiler": "eager", **options})  # type: ignore[arg-type]
     runner = sparse_pcg.PrefillRunner(model, kv, chosen)
     runner.capture(progress=False)

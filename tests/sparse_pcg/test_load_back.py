@@ -272,6 +272,9 @@ def test_bad_use_is_named_and_changes_nothing() -> None:
     closed.close()
     kv.close()
     host.close()
+    with pytest.raises(ValueError, match="which must not be closed"):
+        host.evict(kv.request())
+    HostKV(kv, 1).close()
 
 
 class _Model:
