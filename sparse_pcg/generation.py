@@ -202,6 +202,7 @@ class _Generation:
         self.waiting = deque(range(len(prompts)))
         self.active: dict[int, _Sequence] = {}
         self.results: list[list[int]] = [[] for _ in prompts]
+        self._table: tuple[list[int], torch.Tensor] | None = None  # of the requests that decode
 
     def run(self) -> list[list[int]]:
         try:
@@ -241,7 +242,8 @@ class _Generation:
     def _prefill(self) -> None:
         """Run all prompts that are not computed yet, in chunks of at most the largest bucket."""
         while parts := self._chunks():
-            batch = self._batch([(s, s.prompt[s.done : s.done + new]) for s, new in parts])
+            table = page_table([s.pages for s, _ in parts])
+            batch = self._batch([(s, s.prompt[s.done : s.done + new]) for s, new in parts], table)
             tokens = self.runner.forward(batch).logits.argmax(dim=-1).tolist()
             for (sequence, new), token in zip(parts, tokens, strict=True):
                 sequence.done += new
@@ -264,7 +266,9 @@ class _Generation:
         """One more token for each active request."""
         sequences = list(self.active.values())
         if sequences:
-            batch = self._batch([(s, s.new[-1:]) for s in sequences])
+            if self._table is None or self._table[0] != list(self.active):  # their pages are reserved: they stay
+                self._table = list(self.active), page_table([s.pages for s in sequences], self.runner.device)
+            batch = self._batch([(s, s.new[-1:]) for s in sequences], self._table[1])
             tokens = self.decoder.step(batch, self.context).argmax(dim=-1).tolist()
             for sequence, token in zip(sequences, tokens, strict=True):
                 sequence.done += 1
@@ -278,12 +282,12 @@ class _Generation:
                 sequence.pages.close()
                 del self.active[number]
 
-    def _batch(self, parts: list[tuple[_Sequence, list[int]]]) -> Batch:
+    def _batch(self, parts: list[tuple[_Sequence, list[int]]], table: torch.Tensor) -> Batch:
         return Batch(
             torch.tensor([token for _, tokens in parts for token in tokens]),
             [len(tokens) for _, tokens in parts],
             [sequence.done for sequence, _ in parts],
-            page_table([sequence.pages for sequence, _ in parts]),
+            table,
         )
 
 

@@ -69,7 +69,6 @@ def page_table(requests: Sequence[RequestPages], device: torch.device | str = "c
 
     Entries past a request's last page are 0, the page of the dummy slot.
     """
-    table = torch.zeros(len(requests), max((len(r.pages) for r in requests), default=0), dtype=torch.int32)
-    for row, request in zip(table, requests, strict=True):
-        row[: len(request.pages)] = torch.tensor(request.pages, dtype=torch.int32)
-    return table.to(device)
+    width = max((len(r.pages) for r in requests), default=0)
+    rows = [r.pages + [0] * (width - len(r.pages)) for r in requests]
+    return torch.tensor(rows, dtype=torch.int32).reshape(len(requests), width).to(device)
