@@ -22,7 +22,7 @@ from custom_ops import mqa_logits as _mqa_logits
 from custom_ops import rope as _rope
 from custom_ops import sparse_mla as _sparse_mla
 from custom_ops import topk as _topk
-from custom_ops._register import debug_checks, use_provider
+from custom_ops._register import debug_checks, providers_of, use_provider
 from custom_ops.batch_metadata import BatchMetadata, ForwardContext, current_context, use_context
 
 apply_rope = _rope.apply_rope
@@ -70,6 +70,7 @@ __all__ = [
     "mla_rope_kv_store",
     "mqa_logits",
     "paged_mqa_logits",
+    "providers_of",
     "quant_fp8",
     "scale_head_gate",
     "sparse_mla",

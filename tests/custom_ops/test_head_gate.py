@@ -6,6 +6,7 @@ import torch
 from hypothesis import given
 
 import custom_ops
+from custom_ops import head_gate
 from tests.custom_ops import strategies as s
 
 PROVIDERS = ("reference", "triton")
@@ -62,9 +63,7 @@ def test_gate_agrees_with_float64(
 
 
 @given(rows=s.tokens, heads=st.sampled_from((1, 4, 17, 64)), dtype=s.floats, layout=s.layouts, seed=s.seeds)
-def test_scaled_triton_equals_reference(
-    rows: int, heads: int, dtype: torch.dtype, layout: str, seed: int
-) -> None:
+def test_scaled_triton_equals_reference(rows: int, heads: int, dtype: torch.dtype, layout: str, seed: int) -> None:
     args = raw_arguments(rows, heads, dtype, seed, layout)
     want, got = (s.call("scale_head_gate", provider, args) for provider in PROVIDERS)
     s.assert_bitwise(got, want)
@@ -83,6 +82,18 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     assert got[20].isnan().all()
     got[20] = whole[20]
     s.assert_bitwise(got, whole)
+
+
+@pytest.mark.parametrize("rows", [1, 33])
+def test_whoever_sums_the_slices_the_bits_are_the_same(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = arguments(rows, hidden=2 * head_gate.SLICE + 100)
+    results = []
+    for few in (0, 10**6):
+        monkeypatch.setattr(head_gate, "_FEW", few)
+        results.append(s.call("logits_head_gate", "triton", args))
+    s.assert_bitwise(results[1], results[0])
+    want = s.call("logits_head_gate", "reference", args)
+    torch.testing.assert_close(results[0], want, rtol=1e-3, atol=1e-3)
 
 
 def test_wrong_arguments() -> None:

@@ -16,7 +16,8 @@ from custom_ops import doc
 from custom_ops._register import OPS
 
 NAMES = sorted(OPS)
-OTHERS = {"BatchMetadata", "ForwardContext", "current_context", "debug_checks", "use_context", "use_provider"}
+OTHERS = {"BatchMetadata", "ForwardContext", "current_context", "debug_checks", "providers_of",
+          "use_context", "use_provider"}  # fmt: skip
 
 
 def test_every_operator_is_exported() -> None:

@@ -7,6 +7,7 @@ from hypothesis import given
 
 import custom_ops
 from custom_ops._register import debug_checks
+from custom_ops.sparse_mla_kernels import launch_sparse_mla
 from tests.custom_ops import strategies as s
 from tests.custom_ops.opcheck import opcheck
 
@@ -16,9 +17,7 @@ LAYOUTS = ("bf16", "fp8_packed", "fp8")
 SCALE = 576**-0.5
 
 
-def cache_of(
-    layout: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor]:
+def cache_of(layout: str, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """A cache and what its rows mean, float64 [slots, 576]."""
     values = s.randn((SLOTS, 576), seed=seed)
     if layout == "bf16":
@@ -120,9 +119,7 @@ def test_by_hand(provider: str, layout: str) -> None:
     holes=st.booleans(),
     seed=s.seeds,
 )
-def test_is_the_formula(
-    lens: list[int], heads: int, layout: str, dtype: torch.dtype, holes: bool, seed: int
-) -> None:
+def test_is_the_formula(lens: list[int], heads: int, layout: str, dtype: torch.dtype, holes: bool, seed: int) -> None:
     args = arguments(lens, heads, 40, layout, dtype, seed)
     if holes:  # -1 in first place is slot 0, elsewhere nothing
         args["topk"][:, 0] = -1
@@ -202,9 +199,7 @@ def test_wrong_arguments() -> None:
     refused({"q": args["q"].transpose(0, 1)}, "q", "contiguous")
     refused({"layout": "fp8_packed"}, "cache", "got torch.bfloat16")
     refused({"layout": "fp8"}, "cache", "got torch.bfloat16")
-    refused(
-        {"layout": "fp8_packed", "cache": cache_of("fp8_packed")[0][:, :576].contiguous()}, "cache", "656"
-    )
+    refused({"layout": "fp8_packed", "cache": cache_of("fp8_packed")[0][:, :576].contiguous()}, "cache", "656")
     refused({"cache": args["cache"].repeat(2, 1)[::2]}, "cache", "contiguous")
     refused({"topk": args["topk"].long()}, "topk", "got torch.int64")
     refused({"topk": args["topk"][:1]}, "topk", "[2, *], got [1, 40]")
@@ -236,3 +231,18 @@ def test_bench(heads: int, layout: str) -> None:
     label = f"sparse_mla 512 rows, {heads} heads, k = 2048, {layout}"
     traffic = rows * k * cache.shape[1] * cache.element_size()
     s.bench(label, lambda: custom_ops.sparse_mla(q, cache, topk, lens, out, SCALE, layout), traffic)
+
+
+@pytest.mark.parametrize("layout", ["bf16", "fp8_packed"])
+def test_whoever_takes_the_chunks_the_bits_are_the_same(layout: str) -> None:
+    lens = torch.tensor([1300, 512, 513, 0, 1, 1024], dtype=torch.int32, device=s.DEVICE)
+    args = arguments([0] * 6, heads=8, k=1300, layout=layout) | {"select_lens": lens}
+    args["topk"] = s.integers(SLOTS, 6 * 1300, 5).view(6, 1300).int()
+    args["topk"][0, 600:1100] = -1
+    results = []
+    for split in (False, True):
+        launch_sparse_mla(*args.values(), split=split)
+        results.append(args["out"].clone())
+        args["out"].fill_(torch.nan)
+    s.assert_bitwise(results[1], results[0])
+    torch.testing.assert_close(results[0], run("reference", args), rtol=2**-6, atol=2**-6)
