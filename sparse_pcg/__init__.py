@@ -10,6 +10,7 @@ from .batch import Batch
 from .counters import Stats, stats
 from .errors import CaptureError, FrozenError, OptionError, SparsePCGError
 from .generation import generate
+from .hazards import Finding, check
 from .options import Options
 from .plan import Plan
 from .recording import record
@@ -19,6 +20,7 @@ from .runner import PrefillOutput, PrefillRunner
 __all__ = [
     "Batch",
     "CaptureError",
+    "Finding",
     "FrozenError",
     "OptionError",
     "Options",
@@ -28,6 +30,7 @@ __all__ = [
     "Report",
     "SparsePCGError",
     "Stats",
+    "check",
     "compile",
     "explain",
     "freeze",
