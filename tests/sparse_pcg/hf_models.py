@@ -13,7 +13,7 @@ _COMMON = {"vocab_size": VOCAB, "index_topk": TOPK, "max_position_embeddings": 5
 _SIZES = {
     "small": {
         "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "q_lora_rank": 32, "qk_nope_head_dim": 16,
-        "v_head_dim": 16, "index_n_heads": 8, "intermediate_size": 96, "moe_intermediate_size": 32,
+        "v_head_dim": 16, "index_n_heads": 16, "intermediate_size": 96, "moe_intermediate_size": 32,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
     },
     "medium": {
@@ -36,7 +36,8 @@ _YARN = {
 _SPECIAL = {
     ("deepseek_v32", "medium"): {"rope_parameters": _YARN},
     ("deepseek_v32", "large"): {"rope_parameters": {**_YARN, "mscale_all_dim": 0.7}},
-    ("glm_moe_dsa", "medium"): {"indexer_types": ["full", "shared", "full"]},
+    # an rms_norm_eps that shows where it is not used: in the norms of the latents
+    ("glm_moe_dsa", "medium"): {"indexer_types": ["full", "shared", "full"], "rms_norm_eps": 1e-2},
     ("glm_moe_dsa", "large"): {"index_topk_freq": 2, "index_skip_topk_offset": 3},
 }
 

@@ -76,7 +76,7 @@ def test_parameter_counts_of_the_published_files(name, alone, with_nextn, copies
     assert count == pytest.approx(alone, abs=0.15)
     assert count + own + copies == pytest.approx(with_nextn, abs=0.5)
     if name == "deepseek_v32":
-        assert own == pytest.approx(11.5, abs=0.1)
+        assert own == pytest.approx(11.5, abs=0.15)
 
 
 @pytest.mark.parametrize(("family", "size"), [(f, s) for f in FAMILIES for s in SIZES])

@@ -74,6 +74,5 @@ def test_bfloat16_with_the_float8_indexer(family, size, layout):
     for layer, mask in visible.items():
         both = mask & selections.visible(layer)
         agreed.append((both[TOPK:].sum() / mask[TOPK:].sum()).item())
-    print(family, size, layout, got, agreed)
     assert got <= 2e-2
     assert min(agreed) >= 0.95

@@ -43,7 +43,7 @@ def tensors_of(path):
 def write(path, tensors, config):
     """A checkpoint of one file."""
     path.mkdir()
-    safetensors.save_file({name: t.contiguous() for name, t in tensors.items()}, path / "model.safetensors")
+    safetensors.save_file({name: t.clone() for name, t in tensors.items()}, path / "model.safetensors")
     (path / "config.json").write_text(json.dumps(config))
     return path
 

@@ -16,7 +16,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 
 MB = 1 << 20
 EXPERTS, HIDDEN, INTER = 64, 512, 384  # 64 * 3 * 512 * 384 * 2 bytes: 72 MB a layer
-LAYERS = 3
+LAYERS = 2
 
 LOAD = """
 import resource, sys, torch
@@ -66,5 +66,5 @@ def test_peak_memory(tmp_path):
     assert done.returncode == 0, done.stderr
     peak, part = map(int, done.stdout.split())
     print(f"total {total >> 20}, part {part >> 20}, shard {shard_size >> 20}, peak {peak >> 20} MB")
-    assert total > 3 * (part + shard_size)
-    assert peak <= part + shard_size + 8 * MB
+    allowed = part + shard_size + 8 * MB
+    assert peak <= allowed < total / 2
