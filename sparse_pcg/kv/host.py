@@ -18,6 +18,7 @@ import torch
 from custom_ops.batch_metadata import PAGE
 
 from .allocator import PageAllocator
+from .page_copy import copy_pages
 from .pool import PagedKV
 from .requests import RequestPages
 from .transfers import Transfer, TransferError, TransferQueue
@@ -206,11 +207,13 @@ class HostKV:
 
     def copy_to_host(self, layer: int, pairs: list[tuple[int, int]]) -> None:
         """Copy device pages to host pages in one layer."""
-        _copy_pages(self._device_caches[layer], self._host_caches[layer], pairs)
+        for device, host in zip(self._device_caches[layer], self._host_caches[layer], strict=True):
+            copy_pages(device, host, pairs)
 
     def copy_to_device(self, layer: int, pairs: list[tuple[int, int]]) -> None:
         """Copy host pages to device pages in one layer."""
-        _copy_pages(self._host_caches[layer], self._device_caches[layer], pairs)
+        for device, host in zip(self._device_caches[layer], self._host_caches[layer], strict=True):
+            copy_pages(host, device, pairs)
 
     # Who has which page.
 
@@ -291,23 +294,3 @@ def _by_layer(kv: PagedKV, latent: torch.Tensor, index: torch.Tensor, pages: int
     for i, cache in zip(kv.index_k, index, strict=True):
         caches[i].append(cache.view(pages, -1))
     return caches
-
-
-def _copy_pages(sources: list[torch.Tensor], targets: list[torch.Tensor], pairs: list[tuple[int, int]]) -> None:
-    """Copy pages; neighbours that stay neighbours go as one copy."""
-    for source, target, count in _runs(pairs):
-        for old, new in zip(sources, targets, strict=True):
-            new[target : target + count].copy_(old[source : source + count], non_blocking=True)
-
-
-def _runs(pairs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """(first source, first target, length) of runs of pairs that go up together."""
-    runs: list[tuple[int, int, int]] = []
-    for source, target in sorted(pairs):
-        if runs:
-            first, to, count = runs[-1]
-            if (source, target) == (first + count, to + count):
-                runs[-1] = (first, to, count + 1)
-                continue
-        runs.append((source, target, 1))
-    return runs

@@ -38,7 +38,8 @@ TOOL = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump
 
 def families() -> list[ModuleType]:
     names = [m.name for m in pkgutil.iter_modules(custom_ops.__path__) if m.name != "__main__"]
-    return [importlib.import_module(f"custom_ops.{name}") for name in names]
+    modules = [importlib.import_module(f"custom_ops.{name}") for name in names]
+    return [*modules, importlib.import_module("sparse_pcg.kv.page_copy")]
 
 
 def unlisted(modules: list[ModuleType]) -> list[str]:

@@ -98,6 +98,33 @@ def test_a_forward_waits_for_what_it_reads(monkeypatch: pytest.MonkeyPatch, mode
     host.close()
 
 
+def test_scattered_pages_come_back_whole() -> None:
+    kv = PagedKV(2, 100, device="cuda")
+    host = HostKV(kv, 60)
+    held = [kv.request() for _ in range(98)]
+    for request in held:
+        request.extend(1)
+    many = kv.request()
+    many.pages, many.num_tokens = [r.pages.pop() for r in held[::2]], 49 * 64
+    content = [p.copy_(torch.randint(256, p.shape, device="cuda")) for p in _bytes(kv)]
+    want = [c[:, many.pages].clone() for c in content]
+    evicted = host.evict(many)
+    host.flush()
+    for p in _bytes(kv):
+        p.fill_(0xFF)
+    first = kv.request()
+    first.extend(1)
+    back = host.load(evicted)
+    host.wait()
+    assert all(same(p[:, back.pages], w) for p, w in zip(_bytes(kv), want, strict=True))
+    assert all(bool((p[:, 0] == 0xFF).all()) for p in _bytes(kv))
+
+
+def _bytes(kv: PagedKV) -> list[torch.Tensor]:
+    """The caches as [layers, pages, bytes]."""
+    return [p.view(torch.uint8).view(p.shape[0], kv.num_pages, -1) for p in (kv.latent_pool, kv.index_pool)]
+
+
 def test_the_host_pool_is_pinned() -> None:
     kv = PagedKV(2, 4, device="cuda")
     host = HostKV(kv, 4)

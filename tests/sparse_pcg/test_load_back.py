@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 import sparse_pcg
 from sparse_pcg.kv import EvictedPages, HostKV, OutOfPages, PagedKV, RequestPages, TransferError
+from sparse_pcg.kv.page_copy import copy_pages, copy_scattered, page_runs
 from tests.sparse_pcg.sequences import Driver, Subject
 from tests.sparse_pcg.test_batch_sequences import CONFIG, build
 from tests.sparse_pcg.test_runner import batch_of
@@ -106,6 +107,30 @@ def test_what_was_evicted_comes_back_in_other_pages(layout: str) -> None:
     other.close()
     kv.close()
     host.close()
+
+
+PAIRS = st.permutations(range(7)).flatmap(
+    lambda a: st.permutations(range(7)).map(lambda b: list(zip(a, b, strict=True)))
+)
+
+
+@given(PAIRS, st.integers(0, 7), st.sampled_from((8448, 4, 8196)))
+def test_scattered_pages_are_copied_as_runs_are(pairs: list[tuple[int, int]], count: int, size: int) -> None:
+    pairs = pairs[:count]
+    source = torch.randint(256, (7, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(size))
+    want = torch.zeros_like(source)
+    for old, new in pairs:
+        want[new] = source[old]
+    runs = page_runs(pairs)
+    assert sorted(
+        p for old, new, n in runs for p in zip(range(old, old + n), range(new, new + n), strict=True)
+    ) == sorted(pairs)
+    assert all((a + n, b + n) not in {(x, y) for x, y, _ in runs} for a, b, n in runs)
+    for copy in (copy_pages, partial(copy_scattered, device=source.device)):
+        target = torch.zeros_like(source)
+        if pairs:
+            copy(source, target, pairs)
+        assert same(target, want)
 
 
 def test_pages_come_back_once_copied_and_an_allocation_waits_for_them() -> None:
