@@ -50,6 +50,7 @@ with custom_ops.use_context(custom_ops.ForwardContext(batch, index_k={0: index_k
     with custom_ops.use_provider("indexer_topk", "reference"), custom_ops.debug_checks():
         again = torch.empty_like(topk)
         custom_ops.indexer_topk(0, q_fp8, q_scale, again)
+assert ("reference", True, None) in custom_ops.providers_of("indexer_topk")  # who can serve it, and why not
 assert batch.slots[:rows].tolist() == [5 * 64, 5 * 64 + 1, 5 * 64 + 2]
 assert (topk // 64).unique().tolist() == (again // 64).unique().tolist() == [2, 5]
 ```
