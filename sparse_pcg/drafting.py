@@ -96,7 +96,7 @@ class DraftRunner(GraphRunner):
             if host.rows == 0:
                 return empty_output(self)
             if mode == "replay" and not self.gates.on(DRAFT) and self.options.graphs != "off":
-                self.gates.count(DRAFT)
+                self.gates.record(DRAFT)
                 mode = "uncaptured"
             if batch.input_embeds is not None:
                 batch = self._shifted_embeds(batch, host, tail_ids)

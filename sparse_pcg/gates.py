@@ -108,7 +108,7 @@ class Gates(tuple[Gate, ...]):
         off = [gate.feature for gate in self if not gate.on]
         return frozenset(name for feature in off for name in _COMPOSITES.get(feature, ()))
 
-    def count(self, *features: str) -> None:
+    def record(self, *features: str) -> None:
         """Count one batch that was served without each of these features that is off (``gate:<feature>``)."""
         for gate in self:
             if not gate.on and gate.feature in features:

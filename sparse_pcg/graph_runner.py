@@ -278,10 +278,10 @@ class GraphRunner:
         """The plan for this batch; None, with the reason counted, where there is none."""
         if self.options.graphs == "off":
             return None
-        self.gates.count(ATTENTION, INDEXER)
+        self.gates.record(ATTENTION, INDEXER)
         short = self._is_short(host)
         if short and self.options.short_graphs:
-            self.gates.count(SHORT)
+            self.gates.record(SHORT)
         refusal = self._refusal(bucket, host, batch)
         if refusal is not None or bucket is None:
             self._leave(*(refusal or ("size", "no bucket")))

@@ -89,5 +89,27 @@ def startup(
     finish(lambda: run_startup(model=model, largest=largest, buckets=buckets, compiler=compiler), json_file, plot_file)
 
 
+@app.command()
+def ttft(
+    model: Annotated[str, typer.Option(help="glm5_2, glm5, deepseek_v32 (one of eight ranks) or tiny.")] = "glm5_2",
+    layers: Annotated[int, typer.Option(help="How many of its layers; 0: all.")] = 0,
+    experts: Annotated[int, typer.Option(help="Routed experts on the rank.")] = 4,
+    rows: Annotated[str, typer.Option(help="Cached + new tokens, as 0+512,32768+1024; default: eight of both kinds.")] = "",
+    repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 15,
+    compiler: Annotated[str, typer.Option(help="What compiles the pieces: inductor or eager.")] = "inductor",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Time to first token of one prefill: eager, uncaptured, with an engine's cuts, ours, and the floor."""
+    from .ttft import ROWS, parse_rows, run_ttft
+
+    def run() -> dict[str, Any]:
+        chosen = parse_rows(rows) if rows else ROWS
+        sizes = {"layers": layers or None, "experts": experts, "repeats": repeats}
+        return run_ttft(model=model, rows=chosen, compiler=compiler, partial=json_file, **sizes)  # type: ignore[arg-type]
+
+    finish(run, json_file, plot_file)
+
+
 if __name__ == "__main__":
     app()

@@ -1,0 +1,181 @@
+"""What the prefill benches measure: one rank of a published model, its draft, and every way of running them."""
+
+from __future__ import annotations
+
+import os
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from ..batch import Batch, check_batch, fill
+from ..drafting import DraftRunner
+from ..graph_runner import GraphRunner, no_grad, use_context
+from ..kv import PagedKV, RequestPages, page_table
+from ..models import DSAModel, ModelConfig, NextN, preset
+from ..models.sharding import Rank
+from ..options import Options
+from ..plan import Plan, Ref
+from ..runner import PrefillOutput, PrefillRunner
+from .timing import device
+
+RANKS = 8  # tensor-parallel ranks that a model is shared between
+MODES = ("eager", "uncaptured", "engine-cuts", "sparse_pcg", "sparse_pcg-short")
+PAGE = 64
+
+
+def rank_config(model: str, layers: int | None, experts: int, positions: int) -> ModelConfig:
+    """One of eight ranks of ``model`` with ``experts`` routed experts on it; "tiny" is left whole.
+
+    layers: None for all. positions: tokens that a request may have. Raises ValueError for what does not fit.
+    """
+    if model == "tiny":
+        return preset("tiny", num_layers=layers or 6, max_positions=positions)
+    depth = {} if layers is None else {"num_layers": layers}
+    part = Rank(0, RANKS, expert_parallel=True).part_of(preset(model, max_positions=positions, **depth))
+    return replace(part, local_experts=(0, experts))
+
+
+@dataclass
+class World:
+    """A model with a draft, its pools, and the runners: ours, and one with the cuts that engines make today."""
+
+    config: ModelConfig
+    runner: PrefillRunner
+    engine: PrefillRunner
+    draft: DraftRunner
+    kv: PagedKV
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def build(cls, config: ModelConfig, sizes: tuple[int, ...], pages: int, compiler: str) -> World:
+        """Random weights and caches on the device, drawn there."""
+        where = device()
+        dtype = torch.bfloat16 if where == "cuda" else torch.float32
+        model = DSAModel(config, dtype=dtype, device=where, seed=0)
+        layers = config.num_layers
+        kv = PagedKV(layers + 1, pages, index_layers=(*config.index_layers, layers), dtype=dtype, device=where)
+        _draw_caches(kv)
+        options = Options(capture_sizes=sizes, compiler=compiler, workspace_bytes=1 << 30)
+        runner = PrefillRunner(model, kv, options)
+        with _environment(SPARSE_PCG_ATTN_IN_GRAPH="0"):
+            engine = PrefillRunner(model, kv, options)
+        return cls(config, runner, engine, DraftRunner(NextN(model), kv, runner), kv)
+
+    def forward(self, mode: str, batch: Batch) -> PrefillOutput:
+        """One prefill in one of ``MODES``."""
+        if mode == "engine-cuts":
+            return self.engine.forward(batch)
+        if mode == "sparse_pcg":
+            with without_short(self.runner):
+                return self.runner.forward(batch)
+        return self.runner.forward(batch, "replay" if mode == "sparse_pcg-short" else mode)
+
+    def extend(self, mode: str, batch: Batch, out: PrefillOutput, seed: torch.Tensor) -> PrefillOutput:
+        """The draft's part: captured in our modes, eager in an engine's."""
+        kind = {"uncaptured": "uncaptured", "sparse_pcg": "replay", "sparse_pcg-short": "replay"}.get(mode, "eager")
+        return self.draft.forward(batch, out.hidden, out.logits.argmax(1), seed, kind)
+
+    def request(self, prefix: int, new: int, seed: int) -> tuple[RequestPages, Batch]:
+        """A request with ``prefix`` tokens in the caches already, and the batch that extends it alone."""
+        pages = self.kv.request()
+        pages.extend(prefix + new)
+        ids = torch.randint(self.config.vocab_size, (new,), generator=torch.Generator().manual_seed(seed))
+        return pages, Batch(ids, [new], [prefix], page_table([pages]))
+
+
+@torch.no_grad()
+def _draw_caches(kv: PagedKV) -> None:
+    """What a cached prefix holds: latents of unit size, index keys in float8 with scales around 1."""
+    generator = torch.Generator(kv.latent_pool.device).manual_seed(1)
+    for layer in kv.latent_pool:
+        layer.normal_(generator=generator)
+    for layer in kv.index_pool:
+        pages = layer.shape[0]
+        keys = torch.randn(pages, PAGE * 128, device=layer.device, generator=generator).to(torch.float8_e4m3fn)
+        layer[:, : PAGE * 128] = keys.view(torch.uint8)
+        layer[:, PAGE * 128 :] = torch.full((pages, PAGE), 0.05, device=layer.device).view(torch.uint8)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def without_short(runner: GraphRunner) -> Iterator[None]:
+    """Inside the block batches of ``runner`` take the graphs with cuts."""
+    held = {size: bucket.plans.pop("short") for size, bucket in runner._buckets.items() if "short" in bucket.plans}
+    try:
+        yield
+    finally:
+        for size, plan in held.items():
+            runner._buckets[size].plans["short"] = plan
+
+
+@contextmanager
+def full_graph(runner: PrefillRunner, batch: Batch, bucket: int) -> Iterator[Callable[[], PrefillOutput]]:
+    """A prefill of this very batch as one graph, cuts and all: lengths are frozen, so it is a floor and no product.
+
+    The same kernels as a replay with cuts. Without a GPU the pieces run as they are.
+    """
+    host = check_batch(batch, runner.kv.num_pages, False)
+    kept = runner._buckets[bucket]
+    with runner._lock, no_grad():
+        fill(runner.metadata, batch, host)
+        plan = Plan("cut", "floor")
+        with use_context(runner._context(runner.metadata)):
+            kept.graph.program.run(kept.inputs)
+            if runner.device.type == "cuda":
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    plan.values = kept.graph.program.run(kept.inputs)
+                plan.add(graph.replay, "all of it", "piece")
+            else:
+                plan.values = kept.graph.program.run(kept.inputs)
+
+                def run() -> None:
+                    plan.values = kept.graph.program.run(kept.inputs)
+
+                plan.add(run, "all of it", "piece")
+        plan._outputs = tuple(Ref(i) for i in range(len(plan.values)))
+
+    def forward() -> PrefillOutput:
+        with without_short(runner):
+            before, kept.plans["cut"] = kept.plans["cut"], plan
+            try:
+                return runner.forward(batch)
+            finally:
+                kept.plans["cut"] = before
+
+    yield forward
+    plan.clear()
+
+
+def busy_ms(run: Callable[[], Any]) -> float | None:
+    """Milliseconds that the GPU works in one call of ``run``: the sum over its kernels. None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1000
+
+
+def median_ms(seconds: list[float]) -> float:
+    """The median in milliseconds."""
+    return statistics.median(seconds) * 1000

@@ -1,0 +1,169 @@
+"""Time to first token of one prefill, in every way of running it: from a batch on the host to a token on the host."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..batch import Batch
+from ..runner import PrefillOutput
+from ..verification import same_bytes
+from .prefill import MODES, PAGE, World, busy_ms, full_graph, median_ms, rank_config
+from .timing import provenance, write_json
+
+# (tokens in the caches, new tokens)
+ROWS = (
+    (0, 512),
+    (0, 1024),
+    (0, 2048),
+    (0, 8192),
+    (32768, 1024),
+    (32768, 4096),
+    (131072, 1024),
+    (131072, 4096),
+)
+FLOOR = "full graph"
+
+
+def parse_rows(text: str) -> tuple[tuple[int, int], ...]:
+    """Rows from "0+512,32768+1024". Raises ValueError for anything else."""
+    rows = []
+    for part in text.split(","):
+        prefix, plus, new = part.strip().partition("+")
+        if not (plus and prefix.isdigit() and new.isdigit() and int(new)):
+            raise ValueError(f"rows: must be like '0+512,32768+1024' (cached + new tokens), got {text!r}")
+        rows.append((int(prefix), int(new)))
+    return tuple(rows)
+
+
+def run_ttft(
+    *,
+    model: str = "glm5_2",
+    layers: int | None = None,
+    experts: int = 4,
+    rows: Sequence[tuple[int, int]] = ROWS,
+    repeats: int = 15,
+    compiler: str = "inductor",
+    partial: Path | None = None,
+) -> dict[str, Any]:
+    """Medians of interleaved runs, per row and mode, in milliseconds.
+
+    model: "glm5_2", "deepseek_v32" or "glm5", one of eight tensor-parallel ranks with ``experts`` routed experts, or
+    "tiny". layers: None for all. rows: (cached, new) tokens of one request. partial: a file that the result so far is
+    written to after each row.
+
+    Per row ``ms`` has each mode and the floor, one full graph over the same kernels with lengths frozen;
+    ``gpu_busy_ms`` the sum of kernel time of one run; ``draft_ms`` what the draft takes after the token is on the host;
+    ``bitwise`` whether the replays equal the uncaptured run. Raises ValueError for an unknown model or bad rows.
+    """
+    if model not in ("glm5_2", "glm5", "deepseek_v32", "tiny"):
+        raise ValueError(f"ttft: model must be 'glm5_2', 'glm5', 'deepseek_v32' or 'tiny', got {model!r}")
+    if repeats < 1:
+        raise ValueError(f"ttft: repeats must be at least 1, got {repeats}")
+    longest = max(prefix + new for prefix, new in rows)
+    config = rank_config(model, layers, experts, longest)
+    began = time.perf_counter()
+    sizes = tuple(sorted({new for _, new in rows}))
+    world = World.build(config, sizes, -(-longest // PAGE) + 2, compiler)
+    seconds = {"weights": time.perf_counter() - began}
+    memory: dict[str, int] = {}
+    for name, runner in (("sparse_pcg", world.runner), ("draft", world.draft), ("engine-cuts", world.engine)):
+        began, held = time.perf_counter(), world.runner.pool_bytes
+        runner.capture(progress=False)
+        seconds[f"capture {name}"] = time.perf_counter() - began
+        memory[name] = world.runner.pool_bytes - held if name == "draft" else runner.pool_bytes
+    graph = world.runner.graphs()[0]
+    result: dict[str, Any] = {
+        "bench": "ttft",
+        **provenance(),
+        "model": {"name": model, "layers": config.num_layers, "experts": experts, "compiler": compiler},
+        "cuts": {"sparse_pcg": graph.cut_count, "engine-cuts": world.engine.graphs()[0].cut_count},
+        "distinct_pieces": {
+            "sparse_pcg": graph.distinct_count,
+            "engine-cuts": world.engine.graphs()[0].distinct_count,
+        },
+        "graph_bytes": memory,
+        "seconds": seconds,
+        "rows": [],
+    }
+    for number, (prefix, new) in enumerate(rows):
+        result["rows"].append(_row(world, prefix, new, repeats, number))
+        if partial is not None:
+            write_json(partial, result)
+    return result
+
+
+def _row(world: World, prefix: int, new: int, repeats: int, seed: int) -> dict[str, Any]:
+    pages, batch = world.request(prefix, new, seed)
+    is_short = prefix + new <= world.config.index_topk
+    modes = [m for m in MODES if is_short or m != "sparse_pcg-short"]
+    seed_out = torch.empty(1, world.config.index_topk, dtype=torch.int32, device=world.runner.device)
+    with pages:
+        outputs = {mode: world.forward(mode, batch) for mode in modes if mode != "eager"}
+        plain = outputs["uncaptured"]
+        replays = [outputs[m] for m in modes if m.startswith("sparse_pcg")]
+        bitwise = all(same_bytes(r.hidden, plain.hidden) and same_bytes(r.logits, plain.logits) for r in replays)
+        served = {m: (o.bucket, o.variant) for m, o in outputs.items()}
+        del outputs, plain, replays
+        with full_graph(world.runner, batch, new) as floor:
+            ways: dict[str, Callable[[], PrefillOutput]] = {m: _way(world, m, batch) for m in modes}
+            ways[FLOOR] = floor
+            times: dict[str, list[float]] = {m: [] for m in ways}
+            drafts: dict[str, list[float]] = {m: [] for m in modes}
+            _settle()
+            for turn in range(repeats + 1):
+                for mode, run in ways.items():
+                    if mode == "eager" and turn > min(repeats, 5):
+                        continue  # far slower than all others, and no less steady
+                    took, draft = _once(world, mode, run, batch, seed_out)
+                    if turn:  # the first turn warms up
+                        times[mode].append(took)
+                        if mode in drafts:
+                            drafts[mode].append(draft)
+        busy = busy_ms(_way(world, "uncaptured", batch))
+    ms = {mode: median_ms(taken) for mode, taken in times.items()}
+    return {
+        "prefix": prefix,
+        "new": new,
+        "ms": ms,
+        "range_ms": {mode: [min(t) * 1000, max(t) * 1000] for mode, t in times.items()},
+        "draft_ms": {mode: median_ms(taken) for mode, taken in drafts.items()},
+        "gpu_busy_ms": busy,
+        "served": {m: list(s) for m, s in served.items()},
+        "bitwise": bitwise,
+    }
+
+
+def _way(world: World, mode: str, batch: Batch) -> Callable[[], PrefillOutput]:
+    return lambda: world.forward(mode, batch)
+
+
+def _once(
+    world: World, mode: str, run: Callable[[], PrefillOutput], batch: Batch, seed: torch.Tensor
+) -> tuple[float, float]:
+    """Seconds to the first token on the host, and seconds of the draft after it."""
+    _synchronize()
+    start = time.perf_counter()
+    out = run()
+    int(out.logits.argmax())
+    first = time.perf_counter()
+    if mode == FLOOR:
+        return first - start, 0.0
+    world.extend(mode, batch, out, seed)
+    _synchronize()
+    return first - start, time.perf_counter() - first
+
+
+def _settle() -> None:
+    gc.collect()
+    _synchronize()
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
