@@ -71,8 +71,8 @@ class Decoder:
             self._bind(size, bound)
             forward_context = runner._context(self._metadata)
             with use_context(forward_context), debug_checks(runner.options.debug_checks):
-                if mode == "replay":
-                    runner.gates.count(ATTENTION, INDEXER)
+                if mode == "replay" and runner.options.graphs != "off":
+                    runner.gates.record(ATTENTION, INDEXER)
                     if decode.missing is not None:
                         runner._leave(*decode.missing)
                 if mode == "replay" and decode.plan is not None:

@@ -87,9 +87,7 @@ class PageAllocator:
     def _require_held(self, counts: Counter[int], verb: str) -> None:
         for page, count in counts.items():
             if not 0 <= page < self.num_pages:
-                raise ValueError(
-                    f"page {page} cannot be {verb}: the pool has pages 0 to {self.num_pages - 1}"
-                )
+                raise ValueError(f"page {page} cannot be {verb}: the pool has pages 0 to {self.num_pages - 1}")
             if page == 0:
                 raise ValueError(f"page 0 cannot be {verb}: it holds the dummy slot and belongs to no one")
             held = self._holders.get(page, 0)

@@ -101,8 +101,8 @@ class HostKV:
         self._loads: list[_Load] = []
         self._lock = threading.Lock()  # of the list of loads, which any thread that runs a forward looks at
         self._wanted: Counter[int] = Counter()  # host page -> evicted requests that have it
-        # A device page and a host page with the same content. A page that only one request has may be written on and
-        # is never noted, but for one that is leaving.
+        # A device page and a host page with the same content, as long as some evicted request has the host page: a page
+        # that two requests have is full, so neither writes on it.
         self._host_of: dict[int, int] = {}
         self._device_of: dict[int, int] = {}
         kv.loads = self
@@ -127,12 +127,10 @@ class HostKV:
         targets = [next(fresh) if h is None else h for h in known]
         self._wanted.update(targets)
         pairs = []
-        for i, (page, target) in enumerate(zip(pages, targets, strict=True)):
-            if known[i] is None:
+        for page, target, before in zip(pages, targets, known, strict=True):
+            if before is None:
                 pairs.append((page, target))
-                self._device_of[target] = page
-                if (i + 1) * PAGE <= tokens and self.kv.allocator.holders(page) > 1:
-                    self._host_of[page] = target
+                self._host_of[page], self._device_of[target] = target, page
         if pairs:
             transfer = self._queue.submit("eviction", pairs, self.copy_to_host)
             self._leaving.append(_Leaving(transfer, [page for page, _ in pairs]))
@@ -160,12 +158,11 @@ class HostKV:
         self._wanted.subtract(evicted.pages)
         request, pairs = self.kv.request(), []
         new_pages = iter(fresh)
-        for i, (source, page) in enumerate(zip(evicted.pages, here, strict=True)):
+        for source, page in zip(evicted.pages, here, strict=True):
             if page is None:
                 page = next(new_pages)
                 pairs.append((source, page))
-                if self._wanted[source] and (i + 1) * PAGE <= evicted.num_tokens:
-                    self._host_of[page], self._device_of[source] = source, page
+                self._host_of[page], self._device_of[source] = source, page
             request.pages.append(page)
             if not self._wanted[source]:
                 self._forget(source)

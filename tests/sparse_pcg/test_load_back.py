@@ -213,6 +213,37 @@ def test_what_was_written_after_a_load_is_evicted_too() -> None:
     assert holds(kv, back.pages[0], 9) and holds(kv, back.pages[1], 200)
 
 
+def test_a_load_whose_pages_were_written_on_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On CUDA its last copy may still be under way when the request, whose forward is queued behind it, is evicted."""
+    kv, host = pools()
+    evicted = host.evict(filled(kv, 100, 9))
+    host.flush()
+    back = host.load(evicted)
+    host.wait()
+    stamp(kv, back.pages[1], 200)
+    monkeypatch.setattr(host._queue, "finished", lambda transfer: False)
+    last = host.evict(back)
+    monkeypatch.undo()
+    host.flush()
+    back = host.load(last)
+    host.wait()
+    assert holds(kv, back.pages[0], 9) and holds(kv, back.pages[1], 200)
+
+
+def test_an_eviction_after_a_failed_load_keeps_what_the_host_has() -> None:
+    kv, host = pools()
+    evicted = host.evict(filled(kv, 100, 9))
+    host.flush()
+    host.copy_to_device = Failing(host.copy_to_device, 0, 1)  # type: ignore[method-assign]
+    back = host.load(evicted)
+    deadline = time.monotonic() + PATIENCE
+    while host._loads[0].transfer.error is None and time.monotonic() < deadline:
+        time.sleep(0.001)
+    back = host.load(host.evict(back))
+    host.wait()
+    assert intact(kv, back, 9)
+
+
 def test_a_failed_load_is_an_error_at_each_wait_until_it_works() -> None:
     kv, host = pools()
     evicted = host.evict(filled(kv, 100, 9))
