@@ -23,8 +23,7 @@ from .batch import Batch, check_batch, dummy, fill
 from .errors import CaptureError
 from .gates import ATTENTION, INDEXER
 from .graph_runner import Bucket, no_grad
-from .kv.prefix_cache import PrefixCache
-from .kv.requests import RequestPages, page_table
+from .kv import PrefixCache, RequestPages, page_table
 from .plan import Plan
 from .runner import PrefillRunner
 

@@ -3,6 +3,7 @@
 from .allocator import OutOfPages, PageAllocator
 from .host import EvictedPages, HostKV
 from .pool import PagedKV
+from .prefix_cache import PrefixCache
 from .requests import RequestPages, page_table
 from .transfers import TransferError
 from .views import LayerReader, LayerWriter
@@ -15,6 +16,7 @@ __all__ = [
     "OutOfPages",
     "PageAllocator",
     "PagedKV",
+    "PrefixCache",
     "RequestPages",
     "TransferError",
     "page_table",

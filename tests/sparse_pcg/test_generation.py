@@ -13,8 +13,7 @@ import torch
 
 import sparse_pcg
 from sparse_pcg.generation import decoder_of
-from sparse_pcg.kv import OutOfPages, PagedKV, page_table
-from sparse_pcg.kv.prefix_cache import PrefixCache
+from sparse_pcg.kv import OutOfPages, PagedKV, PrefixCache, page_table
 from tests.sparse_pcg.sequences import Subject
 from tests.sparse_pcg.test_batch_sequences import CONFIG, build
 from tests.sparse_pcg.test_runner import batch_of
