@@ -19,7 +19,7 @@ from . import session
 from .analysis import launches
 from .counters import COUNTS, LIVE
 from .errors import CaptureError, FrozenError
-from .graphs import CudaDevice, GraphDevice, device_for
+from .graphs import CudaDevice, GraphDevice, device_for, first_line
 from .memory import Pool, StableOutputs
 from .options import Options
 from .plan import Plan
@@ -155,7 +155,10 @@ class _CudaRecorder(_Recorder):
         return result
 
     def op(self, func: Any, args: Any, kwargs: Any) -> Any:
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
+            raise CaptureError(f"{func} cannot be captured: {first_line(error)}") from error
         self._launched = self._launched or launches(func)
         return result
 
@@ -168,8 +171,8 @@ class _CudaRecorder(_Recorder):
         try:
             launch = self._cuda.end(graph, empty=True)
         except Exception as error:
-            self._cuda.abandon(graph, self.pool.handle)
-            raise CaptureError(f"capture failed: {type(error).__name__}: {error}") from error
+            self._cuda.abandon(graph)
+            raise CaptureError(f"capture failed: {first_line(error)}") from error
         if self._launched:
             launch()
             self.plan.add(launch, f"piece {self.plan.captures}", PIECE)
@@ -177,7 +180,7 @@ class _CudaRecorder(_Recorder):
 
     def _abandon(self) -> None:
         if self._graph is not None:
-            self._cuda.abandon(self._graph, self.pool.handle)
+            self._cuda.abandon(self._graph)
             self._graph = None
 
 

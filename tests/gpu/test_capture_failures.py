@@ -144,13 +144,52 @@ def test_what_another_thread_allocates_breaks_nothing() -> None:
 def test_record_names_the_op_and_can_go_on() -> None:
     x = rows(8)
     Fault.kind = "sync"
-    with pytest.raises(sparse_pcg.CaptureError, match="capture"):
+    with pytest.raises(sparse_pcg.CaptureError, match=r"toy.risky.*cannot be captured"):
         sparse_pcg.record(lambda x: torch.ops.toy.risky(x + 1), x)
     Fault.kind = ""
     assert torch.randn(8, device="cuda").isfinite().all()
     plan = sparse_pcg.record(lambda x: torch.ops.toy.risky(x + 1), x)
     plan.replay()
     assert same(plan.outputs[0], (x + 1) * 2)
+
+
+def test_a_recording_inside_a_recording_is_refused_and_breaks_neither() -> None:
+    x = rows(8)
+
+    def nested(x: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(sparse_pcg.CaptureError, match="inside another capture"):
+            sparse_pcg.record(lambda x: x * 2, x)
+        return x + 1
+
+    plan = sparse_pcg.record(nested, x)
+    plan.replay()
+    assert same(plan.outputs[0], x + 1)
+    plan = sparse_pcg.record(lambda x: x * 2, x)
+    plan.replay()
+    assert same(plan.outputs[0], x * 2)
+
+
+def test_two_threads_capture_one_after_the_other() -> None:
+    fns = [sparse_pcg.compile(Model().cuda(), capture_sizes=[8], compiler="eager") for _ in range(2)]
+    for fn in fns:
+        assert same(fn(rows(8)), want(rows(8)))  # compiled here: tracing reads the generator, which a capture holds
+    failures: list[BaseException] = []
+
+    def serve(fn: Callable[[torch.Tensor], torch.Tensor], first: int) -> None:
+        try:
+            for seed in range(first, first + 6):
+                x = rows(8, seed)
+                assert same(fn(x), want(x))
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=serve, args=(fn, 10 * i)) for i, fn in enumerate(fns)]
+    with sparse_pcg.stats().expect(captures=6, fallbacks={}):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert not failures, failures
 
 
 @pytest.mark.parametrize("kind", ["", "sync", "memory"])
