@@ -14,6 +14,7 @@ from typing import Any
 
 from sparse_pcg.counters import COUNTS
 
+from . import LAST, release_of
 from .rows import Rows
 
 logger = logging.getLogger("sparse_pcg")
@@ -111,10 +112,10 @@ class Serving:
         self.short = "short" not in self.reasons
         for reason in set(self.reasons.values()):
             COUNTS.fallbacks[f"gate:{reason}"] += 1
-        # Where the draft's seed is taken from the metadata after the forward, it has to be the batch's own.
+        # A draft takes its seed from the metadata after the forward; later releases publish what it has read.
         spec = getattr(model_runner, "spec_algorithm", None)
         speculative = spec is not None and not spec.is_none()
-        self.needs_metadata = speculative or not hasattr(cuda_graph_runner, "_run_dummy_forward")
+        self.needs_metadata = speculative or (release_of(release) or LAST) > (0, 5, 19)
         self.uncaptured = os.environ.get("SPARSE_PCG_SGLANG_UNCAPTURED", "0") == "1"
         self.floor = 0
         self._said: set[tuple[int, str]] = set()

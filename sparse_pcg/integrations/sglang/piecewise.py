@@ -39,7 +39,7 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
 
         def factory(gm: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
             try:
-                return ServedGraph(gm, examples, compile_config, self._record, self._replayable)
+                return ServedGraph(gm, examples, compile_config, self._record, self._tokens)
             except Exception:
                 logger.exception("sparse_pcg: SGLang %s tc_piecewise: its own backend is used", self.serving.release)
                 from sglang.srt.compilation.backend import SGLangBackend
@@ -51,8 +51,9 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
             language_model, compile_config=compile_config, graph_pool=graph_pool, backend_factory=factory, **kwargs
         )
 
-    def _replayable(self) -> bool:
-        return not is_in_torch_compile_warmup()
+    def _tokens(self) -> int:
+        """The bucket of the running forward; 0 while SGLang warms its compiler up."""
+        return 0 if is_in_torch_compile_warmup() else self._bucket
 
     @contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
@@ -62,8 +63,8 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
         if self.variants is not None:
             self.variants.report("tc_piecewise")
 
-    def _record(self, run: Callable[[], Any]) -> tuple[RecordedPrefill, Any] | None:
-        """Record ``run`` where SGLang is capturing; None where it is not."""
+    def _record(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], Any] | None:
+        """Record ``run`` where SGLang is capturing, and give what replays it; None where it is not."""
         stream = get_pcg_capture_stream()
         if stream is None:
             return None
@@ -71,7 +72,7 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
         if variants is None or not self.serving.serves(size):
             with record_prefill("cut", pool=self._pool_given, stream=stream, barrier=self._tp_group.barrier) as graph:
                 result = run()
-            return graph, result
+            return graph.replay, result
         recorded: dict[str, RecordedPrefill] = {}
         for variant in reversed(variants.wanted):
             with variants.static_metadata(variant, size):
@@ -82,7 +83,7 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
                 ) as recorded[variant]:
                     result = self._into(size, run())
         variants.graphs[size] = recorded
-        return recorded["cut"], result
+        return (lambda: variants.graph(size).replay()), result
 
     def _into(self, size: int, outputs: Sequence[Any]) -> Sequence[Any]:
         """Both variants leave their outputs in the same buffers."""
@@ -117,7 +118,7 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         """Replay the variant chosen for the batch, past Dynamo's guards; the head runs as SGLang runs it."""
-        size = shape_key.size
+        size = self._bucket = shape_key.size
         if self.variants is None or size not in self.variants.graphs:
             return super().replay(shape_key, static_forward_batch, **kwargs)
         graph = self.variants.graph(size)

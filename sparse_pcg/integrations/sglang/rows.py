@@ -72,7 +72,7 @@ def _select_kernel(
     length = tl.load(select_lens + row)
     table = req_to_token + tl.load(row_pool_index + row) * table_stride
     inside = column < length
-    slot = tl.load(table + column, mask=inside & (tl.load(valid_rows + row) != 0), other=0).to(tl.int32)
+    slot = tl.load(table + column, mask=inside, other=0).to(tl.int32) * tl.load(valid_rows + row)
     tl.store(selection + row * selection_stride + column, tl.where(inside, slot, -1), mask=column < columns)
 
 

@@ -25,6 +25,7 @@ class ServedGraph:
 
     Not recorded yet, warming up or without a capture stream: the compiled pieces run uncaptured. Second visit of a
     token count inside a capture session: recorded. Afterwards, at that token count: replayed.
+    record, tokens: what records a run where SGLang captures, and the bucket of the running forward (0: warming up).
     A graph that Dynamo traces while serving is never recorded, since no capture session is open then.
     """
 
@@ -33,8 +34,8 @@ class ServedGraph:
         gm: fx.GraphModule,
         examples: Sequence[Any],
         compile_config: Any,
-        record: Callable[[Callable[[], Any]], tuple[Any, Any] | None],
-        replayable: Callable[[], bool],
+        record: Callable[[Callable[[], Any]], tuple[Callable[[], Any], Any] | None],
+        tokens: Callable[[], int],
     ) -> None:
         present = {str(n.target) for n in gm.graph.nodes if n.op == "call_function"}
         self._options = Options(
@@ -44,17 +45,17 @@ class ServedGraph:
             graphs="off",
         )
         self.graph = CompiledGraph(gm, examples, self._options)
-        self._record, self._replayable = record, replayable
+        self._record, self._tokens = record, tokens
         self._visits: dict[int, int] = {}
-        self._recorded: dict[int, tuple[Any, Any]] = {}
+        self._recorded: dict[int, tuple[Callable[[], Any], Any]] = {}
 
     def __call__(self, *args: Any) -> Any:
-        tokens = next((a for a in args if isinstance(a, int)), None)
-        if tokens not in self._options.capture_sizes or not self._replayable():
+        tokens = self._tokens()
+        if tokens not in self._options.capture_sizes:
             return self.graph(*args)
         kept = self._recorded.get(tokens)
         if kept is not None:
-            kept[0].replay()
+            kept[0]()
             return tuple(kept[1])
         self._visits[tokens] = self._visits.get(tokens, 0) + 1
         if self._visits[tokens] > 1:

@@ -44,6 +44,9 @@ def _register_for_any_device() -> None:
 
 
 _register_for_any_device()
+INDEXER = srt("layers.attention.dsa.dsa_indexer")
+MLA = srt("models.deepseek_common.attention_forward_methods.forward_mla")
+BREAKABLE = srt("model_executor.runner_backend_utils.breakable_cuda_graph.context")
 
 
 def flash_mla_sparse_fwd(q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, topk_length: Any = None) -> Any:
@@ -129,7 +132,7 @@ class AsIs(torch.Tensor):
 
 def patch_kernels() -> None:
     """Plain PyTorch in place of the GPU kernels; what asks for CUDA is told yes."""
-    indexer, backend = srt("layers.attention.dsa.dsa_indexer"), srt("layers.attention.dsa_backend")
+    indexer, backend = INDEXER, srt("layers.attention.dsa_backend")
     split, utils = srt("layers.attention.dsa.dsa_prefill_cuda_graph"), srt("layers.attention.dsa.utils")
     split._is_cuda = indexer._is_cuda = True
     utils.is_cuda = lambda: True
@@ -178,6 +181,7 @@ def make_indexer(layer_id: int) -> Any:
     cls = srt("layers.attention.dsa.dsa_indexer").Indexer
     own = cls.__new__(cls)
     torch.nn.Module.__init__(own)
+    own.is_torch_compile = False
     own.hidden_size, own.n_heads, own.head_dim, own.rope_head_dim = HIDDEN, INDEX_HEADS, INDEX_DIM, ROPE
     own.index_topk, own.layer_id, own.use_dsa_indexer_fusion = TOPK, layer_id, True
     own.alt_stream, own.dsa_enable_prefill_cp, own.logits_with_pp_recv = None, False, False
@@ -225,10 +229,6 @@ class Layer(torch.nn.Module):
         )  # fmt: skip
 
     def forward(self, hidden: Any, positions: Any, batch: Any, before: Any) -> Any:
-        indexer, mla = (
-            srt("layers.attention.dsa.dsa_indexer"),
-            srt("models.deepseek_common.attention_forward_methods.forward_mla"),
-        )
         q_lora = self.q_a(hidden)[0]
         q = self.q_b(q_lora)[0].view(-1, HEADS, NOPE + ROPE)
         latent = self.kv(hidden)[0].unsqueeze(1)
@@ -237,19 +237,18 @@ class Layer(torch.nn.Module):
         out = q.new_empty(q.shape[0], HEADS * LATENT)
         if self.full:
             before = torch.full((hidden.shape[0], TOPK), -1, dtype=torch.int32)
-            name = "bcg" if srt(BREAKABLE).is_in_breakable_cuda_graph() else "pcg"
-            getattr(indexer, f"{name}_dsa_indexer_prefill_split")(
-                layer_id=self.layer_id, x=hidden, q_lora=q_lora, positions=positions, topk_result=before
-            )
-        name = "bcg_" if srt(BREAKABLE).is_in_breakable_cuda_graph() else ""
-        getattr(mla, f"{name}mla_bmm_then_unified_attention")(
+            split = INDEXER.pcg_dsa_indexer_prefill_split
+            if BREAKABLE.is_in_breakable_cuda_graph():
+                split = INDEXER.bcg_dsa_indexer_prefill_split
+            split(layer_id=self.layer_id, x=hidden, q_lora=q_lora, positions=positions, topk_result=before)
+        attend = MLA.mla_bmm_then_unified_attention
+        if BREAKABLE.is_in_breakable_cuda_graph():
+            attend = MLA.bcg_mla_bmm_then_unified_attention
+        attend(
             q_nope.transpose(0, 1), self.w_kc, bmm_out, bmm_out.transpose(0, 1), latent[..., :LATENT], out, True,
             self.layer_id, q_pe, latent[..., LATENT:], topk_indices=before,
         )  # fmt: skip
         return hidden + torch.tanh(self.out(out)[0]), before
-
-
-BREAKABLE = "model_executor.runner_backend_utils.breakable_cuda_graph.context"
 
 
 class Body(torch.nn.Module):
@@ -271,6 +270,17 @@ class Body(torch.nn.Module):
         return hidden
 
 
+class Outer(torch.nn.Module):
+    """The model around the body; its head is left out."""
+
+    def __init__(self, body: Body) -> None:
+        super().__init__()
+        self.model = body
+
+    def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        return self.model(input_ids, positions, forward_batch)
+
+
 class Runner:
     """As much of SGLang's prefill runner as the graph backends use."""
 
@@ -285,17 +295,25 @@ class Runner:
         self.capture_num_tokens, self.max_num_tokens = list(BUCKETS), max(BUCKETS)
         self.device_module = None
         self.model_runner = SimpleNamespace(
-            server_args=SimpleNamespace(debug_cuda_graph=False, enable_memory_saver=False),
+            server_args=SimpleNamespace(
+                debug_cuda_graph=False, enable_memory_saver=False, enable_torch_compile_debug_mode=False,
+                cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(bs=list(BUCKETS), tc_compiler="eager")),
+            ),
             tp_group=SimpleNamespace(barrier=lambda: None), attn_backend=self.attn_backend,
             token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            model_config=SimpleNamespace(hf_config=SimpleNamespace()), model=body,
+            model_config=SimpleNamespace(hf_config=SimpleNamespace()), model=Outer(body),
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
         )  # fmt: skip
         n = max(BUCKETS)
         self.static = {k: torch.zeros(n, dtype=torch.int64) for k in ("input_ids", "positions", "out_cache_loc")}
 
     def _run_dummy_forward(self, num_tokens: int) -> None:
-        raise NotImplementedError
+        batch = self.batch([num_tokens], [0], num_tokens)
+        self.attn_backend.init_forward_metadata(batch)
+        self.forward(batch)
+
+    def run_dummy_multimodal_deepstack_forward(self, model: Any, num_tokens: int) -> bool:
+        return False
 
     def _prepare_forward_metadata_for_replay(self, forward_batch: Any, static_forward_batch: Any, size: Any) -> None:
         self.attn_backend.init_forward_metadata(forward_batch)
@@ -355,7 +373,9 @@ class Runner:
     def forward(self, batch: Any) -> Any:
         """SGLang's ``_run_forward``: the body on a capture batch."""
         with torch.no_grad(), self.context(batch):
-            return self.body.forward(batch.input_ids, batch.positions, batch, None)
+            if self.prefill_backend_name == "breakable":
+                return self.body.forward(batch.input_ids, batch.positions, batch, None)
+            return self.model_runner.model.forward(batch.input_ids, batch.positions, batch)
 
     def capture(self, backend: Any) -> None:
         """SGLang's capture loop."""
