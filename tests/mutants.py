@@ -270,7 +270,7 @@ MUTANTS = [
     _backend("kv/host.py", "            if not self._wanted[source]:", "            if False:",
              "test_load_back.py::test_what_was_written_after_a_load_is_evicted_too"),
     _backend("kv/host.py", "load.transfer.pairs = [(h, p) for h, p in load.transfer.pairs if p not in gone]", "pass",
-             "test_load_back.py::test_a_failed_load_is_called_off_with_its_request_or_evicted_again"),
+             "test_load_back.py::test_a_failed_load_is_called_off_with_its_request"),
     _backend("kv/allocator.py", "self.on_short(count - len(self._free))", "pass",
              "test_load_back.py::test_pages_come_back_once_copied_and_an_allocation_waits_for_them"),
     # Generation: rows and contexts that a decode graph is blind to, a page that goes before those that follow it
