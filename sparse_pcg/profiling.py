@@ -1,8 +1,12 @@
-"""Where the time of a replay goes: host and GPU time per step, a Chrome trace, NVTX ranges. No cost when off."""
+"""Where the time of a replay goes: host and GPU time per step, a Chrome trace, NVTX ranges. No cost when off.
+
+NVTX ranges are switched on by ``nvtx(True)``, or by SPARSE_PCG_NVTX=1 where the process is not one's own code.
+"""
 
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -141,3 +145,11 @@ def _observed(observer: Callable[[Plan], None]) -> Iterator[None]:
         yield
     finally:
         Plan.observer = before
+
+
+def _from_environment() -> None:
+    if os.environ.get("SPARSE_PCG_NVTX", "0") not in ("", "0"):
+        nvtx(True)
+
+
+_from_environment()

@@ -94,7 +94,7 @@ def ttft(
     model: Annotated[str, typer.Option(help="glm5_2, glm5, deepseek_v32 (one of eight ranks) or tiny.")] = "glm5_2",
     layers: Annotated[int, typer.Option(help="How many of its layers; 0: all.")] = 0,
     experts: Annotated[int, typer.Option(help="Routed experts on the rank.")] = 4,
-    rows: Annotated[str, typer.Option(help="Cached + new tokens, as 0+512,32768+1024; default: eight of both kinds.")] = "",
+    rows: Annotated[str, typer.Option(help="Cached + new tokens, as 0+512,32768+1024; default: eight rows.")] = "",
     repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 15,
     compiler: Annotated[str, typer.Option(help="What compiles the pieces: inductor or eager.")] = "inductor",
     json_file: JsonFile = None,

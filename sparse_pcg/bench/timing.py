@@ -5,13 +5,16 @@ Without a GPU the same functions give wall-clock times, so that a bench can be t
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,6 +23,7 @@ import torch
 
 FLUSH_BYTES = 256 << 20  # several times the L2 of the largest GPU
 _BIG_COPY = 1 << 30
+_SHORT = 10  # digits of a commit that are shown
 _PACKAGES = ("torch", "triton", "flashinfer-python", "sgl-deep-gemm", "sgl-flash-mla")
 
 
@@ -123,7 +127,8 @@ def device() -> str:
 def provenance(root: Path | None = None) -> dict[str, Any]:
     """Machine, versions, commit and command of this run, for the head of a result.
 
-    root: where the commit is looked up, by default the folder of this package; "unknown" outside a checkout.
+    root: where the commit is looked up, by default the folder of this package; "unknown" outside a checkout. The
+    environment variable SPARSE_PCG_COMMIT names it where the files are a copy.
     """
     machine = {"device": platform.processor() or platform.machine(), "python": platform.python_version()}
     if torch.cuda.is_available():
@@ -140,16 +145,25 @@ def provenance(root: Path | None = None) -> dict[str, Any]:
             versions[package] = metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-    command = " ".join([Path(sys.argv[0]).name, *sys.argv[1:]])
-    return {"machine": machine, "versions": versions, "commit": _commit(root), "command": command}
+    return {"machine": machine, "versions": versions, "commit": _commit(root), "command": command_line(sys.argv)}
+
+
+def command_line(argv: Sequence[str]) -> str:
+    """What to type to run this again: the installed command, and results into files of the same name here."""
+    called = Path(argv[0])
+    name = {"__main__.py": "sparse-pcg", "cli.py": "sparse-pcg bench"}.get(called.name, called.name)
+    outputs = ("--json", "--plot")
+    words = [Path(w).name if before in outputs else w for before, w in itertools.pairwise(argv)]
+    return shlex.join([*name.split(), *words])
 
 
 def _commit(root: Path | None) -> str:
+    if named := os.environ.get("SPARSE_PCG_COMMIT"):
+        return named[:_SHORT]
+    command = ["git", "rev-parse", f"--short={_SHORT}", "HEAD"]
     where = root or Path(__file__).parent
     try:
-        done = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], cwd=where, capture_output=True, text=True, check=True, timeout=10
-        )
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True, check=True, timeout=10)
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return done.stdout.strip()

@@ -15,6 +15,7 @@ from sparse_pcg.bench.cli import app
 from sparse_pcg.bench.cut_cost import run_cut_cost
 from sparse_pcg.bench.memory import rank_of_glm5_2, run_memory, spread
 from sparse_pcg.bench.startup import measure_start, run_startup
+from sparse_pcg.bench.timing import command_line, provenance
 
 
 @pytest.fixture(autouse=True)
@@ -53,13 +54,26 @@ def test_bad_arguments_are_refused_before_anything_runs(call: object, names: str
         call()  # type: ignore[operator]
 
 
+def test_a_result_says_how_to_get_it_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = ["/somewhere/sparse_pcg/__main__.py", "bench", "memory", "--json", "/tmp/a/memory.json", "--buckets", "3"]
+    assert command_line(written) == "sparse-pcg bench memory --json memory.json --buckets 3"
+    assert command_line(["/bin/sparse-pcg", "bench", "ops"]) == "sparse-pcg bench ops"
+    assert command_line(["/x/bench/cli.py", "cut-cost"]) == "sparse-pcg bench cut-cost"
+    monkeypatch.delenv("SPARSE_PCG_COMMIT", raising=False)
+    assert provenance(tmp_path)["commit"] == "unknown"
+    monkeypatch.setenv("SPARSE_PCG_COMMIT", "0123456789abcdef")
+    assert provenance(tmp_path)["commit"] == provenance()["commit"] == "0123456789"
+
+
 def test_memory_of_buckets_over_one_another() -> None:
-    result = run_memory(model="tiny", largest=32, buckets=4, compiler="eager")
+    result = run_memory(model="tiny", largest=32, buckets=3, compiler="eager")
     rows = result["buckets"]
     assert [r["bucket"] for r in rows] == sorted((r["bucket"] for r in rows), reverse=True) and rows[0]["bucket"] == 32
     pools = [r["pool_bytes"] for r in rows]
     assert pools == sorted(pools) and pools[0] > 0
     assert result["ratio"] == pools[-1] / pools[0] <= 1.2
+    assert result["pool_bytes_captured_again"] == pools[-1]
+    assert result["left_by_capturing_again"] == {"reserved": 0, "driver": 0}
 
 
 def test_a_start_in_its_phases() -> None:

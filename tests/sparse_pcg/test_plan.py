@@ -125,6 +125,28 @@ def test_the_error_names_piece_op_line_and_size(op: str, named: bool, monkeypatc
     assert ("relu" in text and "torch.relu(x) - i" in text) is named
 
 
+def test_the_steps_run_without_autograd_whatever_the_caller_is_in() -> None:
+    plan, seen = Plan("cut"), []
+    weight = torch.ones(2, requires_grad=True)
+    plan.add(lambda: seen.append((torch.is_grad_enabled(), (weight * 2).requires_grad)), "a cut")
+    for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+        with mode():
+            plan.replay()
+    assert seen == [(False, False)] * 3
+
+
+def test_an_error_in_a_step_names_it() -> None:
+    plan = Plan("cut")
+    plan.add(lambda: None, "the first")
+    plan.add(lambda: 1 // 0, "the second")
+    before = sparse_pcg.stats().replays
+    with pytest.raises(ZeroDivisionError) as caught:
+        plan.replay()
+    assert sparse_pcg.stats().replays == before
+    if hasattr(caught.value, "__notes__"):
+        assert caught.value.__notes__ == ["while replaying the second"]
+
+
 def test_the_cost_of_each_step() -> None:
     model = Model()
     plan = sparse_pcg.record(model, data(0))
