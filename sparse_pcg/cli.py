@@ -1,4 +1,4 @@
-"""The command line: ``sparse-pcg demo`` (also ``python -m sparse_pcg demo``)."""
+"""The command line: ``sparse-pcg demo | bench | explain | check | doctor`` (also ``python -m sparse_pcg``)."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from rich.table import Table
 
 from .bench.cli import app as bench_app
 from .demo import Result, pick_device, read_prompt, run_demo
+from .inspection_cli import add_to
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 app.add_typer(bench_app, name="bench")
+add_to(app)
 
 
 _LOG_WIDTH = 132  # in a log there is no window to fit into

@@ -32,6 +32,7 @@ from .rewrite import BoundInput, cut_overloads, overload_of, rewrite
 from .split import CUT, PIECE, Segment, split
 from .static_inputs import Buffers, StaticInputs
 from .symbols import row_reader, row_symbol, symbol_sources
+from .tracelog import trace_split
 
 MAX_KEYS_PER_SIZE = 8  # values of the other symbols (page counts, say) that one token count is captured for
 MAX_PLACES = 256  # sets of static tensors (instances of a module class) one size is captured for; the oldest goes
@@ -87,7 +88,9 @@ class CompiledGraph:
         self.moving = [i for i in tensors if i not in fixed]
         self.written = frozenset(i for i, n in enumerate(placeholders) if n in analysis.mutated)
         # Kernels of the captured pieces as the model launches them one by one (a compiler may fuse some).
-        self.kernel_count = sum(analysis.facts[n].kernels for s in self.segments if s.kind == PIECE for n in s.nodes)
+        facts = analysis.facts
+        self.kernels_of = [sum(facts[n].kernels for n in s.nodes if n in facts) for s in self.segments]
+        self.kernel_count = sum(k for k, s in zip(self.kernels_of, self.segments, strict=True) if s.kind == PIECE)
         self._symbols = symbol_sources(placeholders, analysis)
         tokens, token_dim = session.tokens() or (None, 0)
         declared = next(((i, token_dim) for i in self.moving if given[i] is tokens), None)
@@ -107,6 +110,7 @@ class CompiledGraph:
         self._lent = False  # whether the pool is another graph's
         self._device: GraphDevice | None = None
         self.build_seconds = time.perf_counter() - self.started
+        trace_split(self.segments, self.distinct, self.build_seconds)
         LIVE.add(self)
 
     # What the registry of live graphs asks for.

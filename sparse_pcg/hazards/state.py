@@ -24,6 +24,7 @@ def copied(value: Any, memo: dict[int, Any], pretend: bool) -> Any:
     """
     if id(value) in memo:
         return memo[id(value)]
+    result: Any
     if isinstance(value, torch.nn.Module):
         result = value.__class__.__new__(value.__class__)
         memo[id(value)] = result

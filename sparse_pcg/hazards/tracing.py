@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import inspect
 import re
@@ -184,7 +183,7 @@ def _is_state_of_an_object(named: str, file: str) -> bool:
     found = _GLOBAL.match(named)
     if found is None:
         return False
-    first, *path = found.group(1), *found.group(2).split(".")[1:]
+    first, path = found.group(1), found.group(2).split(".")[1:]
     if first.startswith("__import_"):
         home = sys.modules.get(first.removeprefix("__import_").replace("_dot_", "."))
         owner: Any = home
@@ -195,7 +194,8 @@ def _is_state_of_an_object(named: str, file: str) -> bool:
         owner = getattr(owner, part, None)
     if owner is None or callable(owner) or isinstance(owner, (types.ModuleType, type, enum.Enum, torch.nn.Module)):
         return False
-    frozen = dataclasses.is_dataclass(owner) and type(owner).__dataclass_params__.frozen  # type: ignore[attr-defined]
+    parameters: Any = getattr(type(owner), "__dataclass_params__", None)  # None: no dataclass
+    frozen = parameters is not None and parameters.frozen
     return hasattr(owner, "__dict__") and not frozen
 
 
