@@ -50,7 +50,7 @@ def to_e4m3(x: tl.tensor, scale: tl.tensor) -> tl.tensor:
 
 
 # Elements and warps of a program.
-_ELEMENTS = 1024
+_ELEMENTS = 2048
 _WARPS = 4
 
 

@@ -16,7 +16,7 @@ from custom_ops._rows import next_power_of_two, unit_stride
 # The hidden dim is summed in slices of a fixed length, each from zero, and the slices are added in order. So it does
 # not matter who sums a slice: a row's gates depend neither on the other rows nor on their number.
 SLICE = 512
-_ROWS, _STEP, _STAGES, _WARPS = 32, 128, 4, 4
+_ROWS, _STEP, _STAGES, _WARPS = 64, 64, 5, 4
 _FEW = 100  # tiles of rows and heads below which a program a slice fills the GPU better than a program a tile
 
 
@@ -64,14 +64,17 @@ def _head_gate_kernel(
     slices = tl.cdiv(hidden, SLICE)
     first = tl.program_id(2) * slices_each
     gate = tl.zeros((ROWS, HEADS), tl.float32)
-    for part in range(first, tl.minimum(first + slices_each, slices)):
-        part_sum = tl.zeros((ROWS, HEADS), tl.float32)
-        for begin in tl.range(part * SLICE, tl.minimum((part + 1) * SLICE, hidden), STEP, num_stages=STAGES):
-            at = begin + step
-            a = tl.load(x_row + at[None, :], mask=(row < num_rows)[:, None] & (at < hidden)[None, :], other=0.0)
-            b = tl.load(w_row + at[:, None], mask=(head < heads)[None, :] & (at < hidden)[:, None], other=0.0)
-            part_sum = tl.dot(a, b, part_sum, input_precision="ieee")
-        gate += part_sum
+    part_sum = tl.zeros((ROWS, HEADS), tl.float32)
+    # One loop over all slices: the loads ahead would run dry at the end of each.
+    end = tl.minimum((first + slices_each) * SLICE, slices * SLICE)
+    for begin in tl.range(first * SLICE, end, STEP, num_stages=STAGES):
+        at = begin + step
+        a = tl.load(x_row + at[None, :], mask=(row < num_rows)[:, None] & (at < hidden)[None, :], other=0.0)
+        b = tl.load(w_row + at[:, None], mask=(head < heads)[None, :] & (at < hidden)[:, None], other=0.0)
+        part_sum = tl.dot(a, b, part_sum, input_precision="ieee")
+        whole = (begin + STEP) % SLICE == 0
+        gate = tl.where(whole, gate + part_sum, gate)
+        part_sum = tl.where(whole, 0.0, part_sum)
     mask = (row < num_rows)[:, None] & (head < heads)[None, :]
     at = row.to(tl.int64)[:, None] * heads + head[None, :]
     if slices_each >= slices:

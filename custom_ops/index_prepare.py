@@ -32,8 +32,8 @@ ROPE_DIM = 64
 HADAMARD_SCALE = HEAD_DIM**-0.5
 
 
-_K_ROWS, _K_WARPS = 4, 4
-_Q_ROWS, _Q_WARPS = 8, 4
+_K_ROWS, _K_WARPS = 8, 4
+_Q_ROWS, _Q_WARPS = 16, 4
 
 
 # A row is two tiles of 64: the rotated dims and the others. The last stage of the transform, the scale and the stores

@@ -27,9 +27,9 @@ def normalized_rows(
     return mean, 1.0 / tl.sqrt_rn(variance + eps)
 
 
-# Elements and warps of a program with rows of up to 2048.
+# Elements of a program and of a warp.
 _ELEMENTS = 1024
-_WARPS = 4
+_WARP_ELEMENTS = 1024
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -103,7 +103,7 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ep
         _layernorm_kernel[(triton.cdiv(rows.shape[0], block),)](
             rows, weight, bias, out, rows.stride(0), rows.shape[0], columns, eps,
             HAS_BIAS=bias is not None, ROWS=block, WIDTH=width,
-            num_warps=_WARPS if width <= 2048 else 16, enable_fp_fusion=False,
+            num_warps=min(16, max(1, block * width // _WARP_ELEMENTS)), enable_fp_fusion=False,
         )  # fmt: skip
     return out
 

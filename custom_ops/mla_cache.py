@@ -23,7 +23,7 @@ from custom_ops.rope import rotated as turned
 LATENT, ROPE = 512, 64
 PACKED_BYTES = 656
 LAYOUTS = ("bf16", "fp8_packed", "fp8")
-_ROWS, _WARPS = 2, 4
+_ROWS, _WARPS = 4, 4
 
 
 @triton.jit(do_not_specialize=["num_rows"])

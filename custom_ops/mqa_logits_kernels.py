@@ -1,6 +1,6 @@
 """Triton kernels of ``mqa_logits`` and ``paged_mqa_logits``.
 
-A tile is 128 tokens of K against ROWS x HEADS query vectors, one FP8 product with float32 sums; ReLU, gate
+A tile is KV tokens of K against ROWS x HEADS query vectors, one FP8 product with float32 sums; ReLU, gate
 and the sum over the heads follow in registers. Each logit is computed from its own row and token alone, in an
 order that depends on the number of heads only.
 """
@@ -139,21 +139,29 @@ def _paged_mqa_logits_kernel(
         longest = tl.max(seen)
         table = page_table + request.to(tl.int64) * table_stride
         final = tl.cdiv(longest, PAGE_SIZE) - 1
-        lower = tl.load(table + tl.minimum(tl.program_id(1) * PAGES, final))
-        upper = tl.load(table + tl.minimum(tl.program_id(1) * PAGES + PAGES - 1, final))
+        lower = tl.load(table + tl.minimum(tl.program_id(1) * PAGES, final)).to(tl.int64)
+        upper = lower
+        if PAGES > 1:
+            upper = tl.load(table + tl.minimum(tl.program_id(1) * PAGES + 1, final)).to(tl.int64)
         for tile in tl.range(tl.program_id(1), tl.cdiv(longest, KV), step, num_stages=STAGES):
-            page = tl.where(at < PAGE_SIZE, lower, upper).to(tl.int64)
-            lower = tl.load(table + tl.minimum((tile + step) * PAGES, final))
-            upper = tl.load(table + tl.minimum((tile + step) * PAGES + PAGES - 1, final))
-            k_tile = tl.load(cache + (page * PAGE_ROW + token * DIM)[:, None] + tl.arange(0, DIM)[None, :])
-            scale = tl.load(cache_scales + page * SCALE_ROW + SCALES_AT + token)
+            if PAGES > 1:
+                page = tl.where(at < PAGE_SIZE, lower, upper)
+                k_at = cache + (page * PAGE_ROW + token * DIM)[:, None]
+                scale_at = cache_scales + page * SCALE_ROW
+                upper = tl.load(table + tl.minimum((tile + step) * PAGES + 1, final)).to(tl.int64)
+            else:
+                k_at = cache + lower * PAGE_ROW + (token * DIM)[:, None]
+                scale_at = cache_scales + lower * SCALE_ROW
+            lower = tl.load(table + tl.minimum((tile + step) * PAGES, final)).to(tl.int64)
+            k_tile = tl.load(k_at + tl.arange(0, DIM)[None, :])
+            scale = tl.load(scale_at + SCALES_AT + token)
             logits = _logits_tile(k_tile, scale, q_tile, gates, ROWS, HEADS_P2)
             column = tile * KV + at
             tl.store(out_row[None, :] + column[:, None], logits, mask=column[:, None] < seen[None, :])
         request = tl.min(tl.where(owner > request, owner, 0x7FFFFFFF))
 
 
-def tiling(heads: int, pairs: int = 128, kv: int = 128, num_warps: int = 8, stages: int = 3) -> dict[str, int]:
+def tiling(heads: int, pairs: int = 256, kv: int = 64, num_warps: int = 4, stages: int = 3) -> dict[str, int]:
     """pairs: (row, head) pairs of a tile, kv: tokens of a tile."""
     padded = triton.next_power_of_2(heads)
     rows = max(1, min(16, pairs // padded))

@@ -60,7 +60,7 @@ def joined(
 
 
 # Programs of few rows and few warps: many of them hide the latency of two loads in a row (position, then angles).
-_ELEMENTS = 1024
+_ELEMENTS = 2048
 _WARPS = 4
 
 

@@ -238,17 +238,19 @@ def parts(cache: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor,
     return cache.view(E4M3)[:, :LATENT], ropes, cache.view(torch.float32)[:, LATENT // 4 : LATENT // 4 + 4]
 
 
-def tiling(heads: int, compute: torch.dtype) -> dict[str, Any]:
+def tiling(heads: int, compute: torch.dtype, layout: str = "bf16") -> dict[str, Any]:
     """The most heads that share a token's row; float32 tiles take twice the memory.
 
-    A state of 64 heads fills the registers: such rows are one chunk.
+    A state of 64 heads fills the registers: such rows are one chunk. float8 rows are widened in registers, of which
+    fewer tokens leave more.
     """
     if compute == torch.float32:
         return {"HEAD_BLOCK": 16, "TOKENS": 16, "CHUNK": 512, "TRANSPOSED": False, "STAGES": 2, "num_warps": 8}
     if heads <= 16:
-        return {"HEAD_BLOCK": 16, "TOKENS": 32, "CHUNK": 512, "TRANSPOSED": False, "STAGES": 3, "num_warps": 8}
+        tokens = 64 if layout == "bf16" else 32
+        return {"HEAD_BLOCK": 16, "TOKENS": tokens, "CHUNK": 512, "TRANSPOSED": False, "STAGES": 3, "num_warps": 4}
     block = min(64, triton.next_power_of_2(heads))
-    return {"HEAD_BLOCK": block, "TOKENS": 32, "CHUNK": 0, "TRANSPOSED": False, "STAGES": 3, "num_warps": 8}
+    return {"HEAD_BLOCK": block, "TOKENS": 64, "CHUNK": 0, "TRANSPOSED": False, "STAGES": 2, "num_warps": 8}
 
 
 def compute_dtype(q: torch.Tensor, cache: torch.Tensor) -> torch.dtype:
@@ -259,11 +261,21 @@ def compute_dtype(q: torch.Tensor, cache: torch.Tensor) -> torch.dtype:
 
 
 @functools.cache
-def _programs_wanted() -> int:
-    """Programs that fill the GPU; without one any number, for the interpreter takes both ways."""
+def _multiprocessors() -> int:
+    """Of the GPU; without one a small number, for the interpreter takes both ways."""
     if not torch.cuda.is_available():
-        return 8
-    return 2 * torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+        return 4
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+
+
+def _split_pays(programs: int, chunks: int) -> bool:
+    """Whether a program a chunk takes less time than a program a row: turns of one program a multiprocessor.
+
+    The states that the chunks leave take time too, and memory: an eighth less time is wanted, and few rows.
+    """
+    sms = _multiprocessors()
+    whole = chunks * triton.cdiv(programs, sms)
+    return programs < 2 * sms and 8 * triton.cdiv(programs * chunks, sms) <= 7 * whole
 
 
 def launch_sparse_mla(
@@ -282,13 +294,13 @@ def launch_sparse_mla(
     if rows == 0:
         return
     compute = compute_dtype(q, cache)
-    tiles = tiles or tiling(heads, compute)
+    tiles = tiles or tiling(heads, compute, layout)
     latents, ropes, scales = parts(cache, layout)
     blocks = triton.cdiv(heads, tiles["HEAD_BLOCK"])
     k = topk.shape[1]
     chunks = triton.cdiv(k, tiles["CHUNK"]) if tiles["CHUNK"] else 1
     if split is None:
-        split = rows * blocks < _programs_wanted()
+        split = _split_pays(rows * blocks, chunks)
     split = split and chunks > 1
     states = select_lens.view(torch.float32)  # unused: of the type that makes it the same binary
     if split:
@@ -322,13 +334,13 @@ KERNELS = [
                 "chunks": "i32", "chunks_each": "i32",
             },
             {
-                "HEADS": heads, **tiling(heads, torch.bfloat16), "LATENT_DIM": LATENT, "ROPE_DIM": ROPE,
+                "HEADS": heads, **tiling(heads, torch.bfloat16, layout), "LATENT_DIM": LATENT, "ROPE_DIM": ROPE,
                 "LATENT_STRIDE": strides[0], "ROPE_STRIDE": strides[1], "SCALE_STRIDE": strides[2],
                 "COMPUTE": tl.bfloat16, "enable_fp_fusion": True,
             },
         )
         for heads in (8, 64)
-        for latents, ropes, scales, strides in _LAYOUTS.values()
+        for layout, (latents, ropes, scales, strides) in _LAYOUTS.items()
     ),
     (
         _merge_kernel,

@@ -66,7 +66,7 @@ MUTANTS = [
          "test_head_gate.py::test_by_hand"),
     _ops("head_gate.py", "gate * q_scale.reshape(gate.shape) * softmax_scale", "gate * softmax_scale",
          "test_head_gate.py::test_by_hand"),
-    _ops("head_gate.py", "gate += part_sum", "gate = part_sum",
+    _ops("head_gate.py", "tl.where(whole, gate + part_sum, gate)", "tl.where(whole, part_sum, gate)",
          "test_head_gate.py::test_whoever_sums_the_slices_the_bits_are_the_same"),
     # Index-K pages: a page or a token off by one, the scale dropped, `<` for `<=` between requests
     _ops("index_cache.py", "page, token = slot // 64, slot % 64", "page, token = (slot + 1) // 64, slot % 64",
