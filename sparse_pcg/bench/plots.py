@@ -21,7 +21,7 @@ def plot(result: Mapping[str, Any], path: Path | str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = {"cut-cost": _cut_cost, "memory": _memory, "startup": _startup}
+    kinds = {"cut-cost": _cut_cost, "memory": _memory, "startup": _startup, "ttft": _ttft}
     draw = kinds.get(str(result.get("bench")))
     if draw is None:
         raise ValueError(f"plot: result['bench'] must be one of {sorted(kinds)}, got {result.get('bench')!r}")
@@ -78,3 +78,21 @@ def _startup(axes: Any, result: Mapping[str, Any]) -> None:
     first = result[starts[0]]
     axes.set_title(f"{first['pieces']} pieces, {first['distinct_pieces']} distinct, {first['buckets']} buckets")
     axes.legend(ncols=len(phases), fontsize=8)
+
+
+def _ttft(axes: Any, result: Mapping[str, Any]) -> None:
+    rows = result["rows"]
+    modes = list(dict.fromkeys(mode for row in rows for mode in row["ms"]))
+    height = 0.84 / len(modes)
+    for number, mode in enumerate(modes):
+        places = [i for i, row in enumerate(rows) if mode in row["ms"]]
+        values = [rows[i]["ms"][mode] for i in places]
+        shifted = [i + (number - (len(modes) - 1) / 2) * height for i in places]
+        bars = axes.barh(shifted, values, height=0.9 * height, color=f"C{number}", label=mode)
+        axes.bar_label(bars, labels=[f"{v:.1f}" for v in values], fontsize=5, padding=2)
+    axes.set_yticks(range(len(rows)), [f"{row['prefix']} + {row['new']}" for row in rows])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("ms to the first token (cached + new tokens)")
+    axes.set_title(f"{result['model']['name']}, {result['model']['layers']} layers: time to first token")
+    axes.legend(fontsize=7)

@@ -14,6 +14,7 @@ import sparse_pcg
 from sparse_pcg.bench.cli import app
 from sparse_pcg.bench.cut_cost import run_cut_cost
 from sparse_pcg.bench.memory import rank_of_glm5_2, run_memory, spread
+from sparse_pcg.bench.plots import plot
 from sparse_pcg.bench.startup import measure_start, run_startup
 from sparse_pcg.bench.timing import command_line, provenance
 
@@ -86,3 +87,38 @@ def test_the_models_shapes() -> None:
     config = rank_of_glm5_2()
     assert (config.num_heads, config.local_experts, config.hidden_size, config.index_topk) == (8, (0, 32), 6144, 2048)
     assert spread((4, 8, 16, 32), 2) == (8, 32) and spread((4, 8, 16, 32), 4) == (4, 8, 16, 32)
+
+
+PHASES = dict.fromkeys(("import", "model", "trace", "split", "compile", "capture"), 1.5)
+START = {f"{name}_seconds": value for name, value in PHASES.items()} | {"pieces": 9, "distinct_pieces": 4, "buckets": 2}
+PICTURES = {
+    "memory": {
+        "buckets": [{"bucket": b, "pool_bytes": 1 << 20, "driver_bytes": 1 << 19} for b in (8, 4)],
+        "ratio": 1.0,
+    },
+    "startup": {"cold": START, "warm": START},
+    "ttft": {
+        "model": {"name": "tiny", "layers": 4},
+        "rows": [
+            {"prefix": 0, "new": 8, "ms": {"eager": 3.0, "sparse_pcg": 1.0, "sparse_pcg-short": 0.9}},
+            {"prefix": 64, "new": 8, "ms": {"eager": 3.5, "sparse_pcg": 1.1}},
+        ],
+    },
+}
+
+WORDS = {
+    "memory": ("graph pool", "driver", "1.00x"),
+    "startup": ("cold", "warm", "compile", "9 pieces, 4 distinct"),
+    "ttft": ("0 + 8", "64 + 8", "sparse_pcg-short", "3.5", "tiny, 4 layers"),
+}
+
+
+@pytest.mark.parametrize("bench", PICTURES)
+def test_a_picture_of_each_result(bench: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.svg"
+    plot({"bench": bench, "machine": {"device": "a GPU"}, "versions": {"torch": "2.0"}, **PICTURES[bench]}, path)
+    text = path.read_text()
+    assert "a GPU, torch 2.0" in text and all(word in text for word in WORDS[bench])
+    with pytest.raises(ValueError, match="one of"):
+        plot({"bench": "other"}, tmp_path / "other.png")
+    assert not (tmp_path / "other.png").exists()
