@@ -1,0 +1,83 @@
+"""What the tests of pages in host memory share: pages whose bytes tell where they belong, copies that wait or fail."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from sparse_pcg.kv import HostKV, PagedKV, RequestPages
+
+PATIENCE = 30.0  # seconds after which a test that waits for another thread gives up
+
+
+def pools(pages: int = 8, host_pages: int = 8, layout: str = "bf16") -> tuple[PagedKV, HostKV]:
+    kv = PagedKV(3, pages, layout, index_layers=(0, 2), poison=True)
+    return kv, HostKV(kv, host_pages)
+
+
+def stamp(kv: PagedKV, page: int, value: int) -> None:
+    """Write bytes into a page that tell page, layer and kind."""
+    for layer in range(kv.num_layers):
+        kv.latent_kv[layer].view(torch.uint8).view(kv.num_pages, -1)[page] = (value + layer) % 251
+        if layer in kv.index_k:
+            kv.index_k[layer][page] = (value + 100 + layer) % 251
+
+
+def holds(kv: PagedKV, page: int, value: int) -> bool:
+    return all(
+        bool((kv.latent_kv[layer].view(torch.uint8).view(kv.num_pages, -1)[page] == (value + layer) % 251).all())
+        and (layer not in kv.index_k or bool((kv.index_k[layer][page] == (value + 100 + layer) % 251).all()))
+        for layer in range(kv.num_layers)
+    )
+
+
+def filled(kv: PagedKV, tokens: int, value: int) -> RequestPages:
+    """A request of ``tokens`` tokens whose page i is stamped ``value + 10 i``."""
+    request = kv.request()
+    request.extend(tokens)
+    for i, page in enumerate(request.pages):
+        stamp(kv, page, value + 10 * i)
+    return request
+
+
+def intact(kv: PagedKV, request: RequestPages, value: int) -> bool:
+    return all(holds(kv, page, value + 10 * i) for i, page in enumerate(request.pages))
+
+
+class Gate:
+    """In place of a copy: holds it back, layer by layer, until it is let through."""
+
+    def __init__(self, copy: Callable[..., None]) -> None:
+        self._copy, self._open, self.started = copy, threading.Semaphore(0), 0
+
+    def __call__(self, layer: int, pairs: list[tuple[int, int]]) -> None:
+        self.started += 1
+        if not self._open.acquire(timeout=PATIENCE):
+            raise RuntimeError("the gate stayed shut")
+        self._copy(layer, pairs)
+
+    def let(self, layers: int) -> None:
+        self._open.release(layers)
+
+
+class Failing:
+    """In place of a copy: raises the first ``times`` times that it comes to ``layer``."""
+
+    def __init__(self, copy: Callable[..., None], layer: int, times: int) -> None:
+        self._copy, self._layer, self._times = copy, layer, times
+
+    def __call__(self, layer: int, pairs: list[tuple[int, int]]) -> None:
+        if layer == self._layer and self._times:
+            self._times -= 1
+            raise OSError("a broken copy")
+        self._copy(layer, pairs)
+
+
+def until_failed(host: HostKV) -> None:
+    """Until the first load has failed, without asking for it."""
+    deadline = time.monotonic() + PATIENCE
+    while host._loads[0].transfer.error is None and time.monotonic() < deadline:
+        time.sleep(0.001)
