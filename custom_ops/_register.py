@@ -41,12 +41,14 @@ class Provider:
     run: takes the op's arguments in schema order, writes mutated arguments in place, returns what the schema says.
     supports: the reason why this provider does not serve these arguments, or None. Called with the same arguments.
     missing: the reason why it cannot run on this machine at all (package absent, too old, wrong GPU), or None.
+    slower: the reason why, unless forced, it is passed over for these arguments though it could serve them, or None.
     row_regime: as in ``Op``, for what only this provider does.
     """
 
     run: Callable[..., Any]
     supports: Callable[..., str | None] = _always
     missing: Callable[[], str | None] = _always
+    slower: Callable[..., str | None] = _always
     row_regime: Callable[[int], int] | None = None
 
 
@@ -138,7 +140,8 @@ class Op:
         if not _on_cuda(args):
             return "reference"
         for name in self.preference:
-            if self.refusal(name, *args, **kwargs) is None:
+            passed_over = self.refusal(name, *args, **kwargs) or self.providers[name].slower(*args, **kwargs)
+            if passed_over is None:
                 return name
         return "reference"
 
@@ -218,7 +221,8 @@ def providers_of(op: str, *args: Any) -> list[tuple[str, bool, str | None]]:
     """Who can serve the op called ``op``: (provider, usable, reason why not), in the order in which they are tried.
 
     args: the op's arguments in schema order; without any it is asked what runs on this machine at all. The reference
-    comes after those that are preferred to it, and behind it those that are used only where forced.
+    comes after those that are preferred to it, and behind it those that are used only where forced. One that is usable
+    with a reason is passed over because another is faster for these arguments.
     Raises ValueError for an unknown op.
     """
     if op not in OPS:
@@ -227,7 +231,8 @@ def providers_of(op: str, *args: Any) -> list[tuple[str, bool, str | None]]:
     found = []
     for name in dict.fromkeys((*OPS[op].preference, "reference", *table)):
         why = OPS[op].refusal(name, *args) if args else table[name].missing()
-        found.append((name, why is None, why))
+        slower = table[name].slower(*args) if args and why is None else None
+        found.append((name, why is None, why or slower))
     return found
 
 

@@ -96,6 +96,72 @@ def _gather_kernel(
     tl.store(k_scale + row, scale, mask=inside)
 
 
+@triton.jit(do_not_specialize=["pages", "num_rows", "max_kv_len"])
+def _gather_pages_kernel(
+    cache: tl.tensor,
+    scale_pages: tl.tensor,
+    page_table: tl.tensor,
+    k: tl.tensor,
+    k_scale: tl.tensor,
+    kv_lens: tl.tensor,
+    request_of_row: tl.tensor,
+    starts: tl.tensor,
+    ends: tl.tensor,
+    table_stride: tl.tensor,
+    num_pages: tl.tensor,
+    pages: tl.tensor,
+    num_rows: tl.tensor,
+    max_kv_len: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A program copies a page of a request and places some of the rows, BLOCK at a time.
+
+    A table holds anything beyond the request's pages: such an entry is read as the nearest page that there is.
+    """
+    request, place = tl.program_id(0), tl.program_id(1)
+    page = tl.load(page_table + request.to(tl.int64) * table_stride + place)
+    page = tl.minimum(tl.maximum(page, 0), num_pages - 1).to(tl.int64)
+    target = (request * pages + place).to(tl.int64)
+    byte = tl.arange(0, 8192)
+    tl.store(k + target * 8192 + byte, tl.load(cache + page * 8448 + byte))
+    token = tl.arange(0, 64)
+    tl.store(k_scale + target * 64 + token, tl.load(scale_pages + page * 2112 + 2048 + token))
+    step = tl.num_programs(0) * tl.num_programs(1) * BLOCK
+    for at in range(target.to(tl.int32) * BLOCK, num_rows, step):
+        row = at + tl.arange(0, BLOCK)
+        inside = row < num_rows
+        start = tl.load(request_of_row + row, mask=inside, other=0) * pages * 64
+        tl.store(starts + row, start, mask=inside)
+        length = tl.minimum(tl.load(kv_lens + row, mask=inside, other=0), max_kv_len)
+        tl.store(ends + row, start + length, mask=inside)
+
+
+def gather_for_rows(
+    cache: torch.Tensor,
+    page_table: torch.Tensor,
+    num_requests: int,
+    max_kv_len: int,
+    kv_lens: torch.Tensor,
+    request_of_row: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """K of the requests at equal distances, and where each row's lies, by one launch.
+
+    max_kv_len: at least 1, no row sees more. kv_lens, request_of_row: int32 [rows].
+    Returns k float8_e4m3fn [num_requests * D, 128], its scales float32, and int32 [rows] starts and ends; D is
+    max_kv_len rounded up to whole pages. What lies beyond a request's tokens is undefined (and finite or not).
+    """
+    pages = -(-max_kv_len // PAGE)
+    rows = kv_lens.shape[0]
+    k = cache.new_empty((num_requests * pages * PAGE, HEAD_DIM), dtype=torch.float8_e4m3fn)
+    k_scale = cache.new_empty((num_requests * pages * PAGE,), dtype=torch.float32)
+    starts, ends = kv_lens.new_empty((2, rows)).unbind(0)
+    _gather_pages_kernel[(num_requests, pages)](
+        cache, cache.view(torch.float32), page_table, k.view(torch.uint8), k_scale, kv_lens, request_of_row, starts,
+        ends, page_table.stride(0), cache.shape[0], pages, rows, max_kv_len, BLOCK=128, num_warps=4,
+    )  # fmt: skip
+    return k, k_scale, starts, ends
+
+
 def check_pages(op: str, cache: torch.Tensor, device: torch.device, name: str = "cache") -> None:
     """cache, called ``name``: uint8 [pages, 8448], contiguous, 16-byte aligned, on ``device``."""
     check_tensor(op, name, cache, torch.uint8, (None, PAGE_BYTES), device, contiguous=True)
@@ -256,6 +322,15 @@ KERNELS = [
             "k_scale": "*fp32", "table_stride": "i32", "requests": "i32", "total": "i32",
         },
         {"REQUESTS": 16, "ROWS": 32},
+    ),
+    (
+        _gather_pages_kernel,
+        {
+            "cache": "*u8", "scale_pages": "*fp32", "page_table": "*i32", "k": "*u8", "k_scale": "*fp32",
+            "kv_lens": "*i32", "request_of_row": "*i32", "starts": "*i32", "ends": "*i32", "table_stride": "i32",
+            "num_pages": "i32", "pages": "i32", "num_rows": "i32", "max_kv_len": "i32",
+        },
+        {"BLOCK": 128},
     ),
 ]  # fmt: skip
 

@@ -17,7 +17,7 @@ from custom_ops import vendor
 from custom_ops._checks import check_range, check_tensor, check_used_pages
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, current_context
-from custom_ops.index_cache import HEAD_DIM, check_pages
+from custom_ops.index_cache import HEAD_DIM, check_pages, gather_for_rows
 from custom_ops.mqa_logits import PAGED_MQA_LOGITS, check_queries
 from custom_ops.mqa_logits_kernels import launch_paged_mqa_logits
 from custom_ops.topk import TOPK_SLOTS, launch_topk, slots_of_positions
@@ -33,6 +33,8 @@ def live_context() -> ForwardContext | None:
 
 _WIDTH_MULTIPLE = 64  # of a logits row in memory: aligned rows, whatever the lengths
 _SHORT_BLOCK = 512
+# Rows, and rows of each request, from which gathering K and DeepGEMM are faster than reading the pages (H200).
+_DEEP_GEMM_ROWS, _DEEP_GEMM_ROWS_EACH = 384, 128
 
 
 @triton.jit
@@ -145,22 +147,29 @@ def _chunk_deep_gemm(
     out: torch.Tensor,
 ) -> None:
     """K of every request gathered in one piece; the logits of a row begin at its request's first token."""
-    lens, requests = metadata.kv_lens[part], metadata.request_of_row[part].long()
-    table = metadata.page_table[: metadata.num_requests]
-    valid = slice(0, metadata.num_rows)
-    owners = metadata.request_of_row[valid].long()
-    request_lens = lens.new_zeros(metadata.num_requests)
-    request_lens.scatter_reduce_(0, owners, metadata.kv_lens[valid], "amax")
-    starts = (request_lens.cumsum(0, dtype=torch.int32) - request_lens)[requests]
-    k_fp8, k_scale = torch.ops.sparse_pcg.index_k_gather(cache, table, request_lens, _gathered(metadata))
+    lens, requests, pages = metadata.kv_lens[part], metadata.request_of_row[part], metadata.page_table
     width = metadata.max_kv_len
-    logits = vendor.deep_gemm_logits(q_fp8, k_fp8, k_scale, weights, starts, starts + lens, width)
-    launch_topk(out, logits, None, lens, metadata.request_of_row[part], metadata.page_table, q_fp8.shape[0])
+    k_fp8, k_scale, starts, ends = gather_for_rows(cache, pages, metadata.num_requests, width, lens, requests)
+    logits = vendor.deep_gemm_logits(q_fp8, k_fp8, k_scale, weights, starts, ends, width)
+    launch_topk(out, logits, None, lens, requests, pages, q_fp8.shape[0])
 
 
 def _gathered(metadata: BatchMetadata) -> int:
     """Tokens of all requests, from above: the host does not know the sum."""
-    return metadata.num_requests * metadata.max_kv_len
+    return metadata.num_requests * -(-metadata.max_kv_len // PAGE) * PAGE
+
+
+def _deep_gemm_slower(
+    layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor
+) -> str | None:
+    """By the valid rows of the batch, which a padded replay and a run without padding have in common."""
+    context = live_context()
+    if context is None or context.metadata is None:
+        return None
+    rows, requests = context.metadata.num_rows, context.metadata.num_requests
+    if rows < max(_DEEP_GEMM_ROWS, _DEEP_GEMM_ROWS_EACH * requests):
+        return f"{rows} rows of {requests} requests do not repay gathering K"
+    return None
 
 
 def _deep_gemm_supports(
@@ -252,9 +261,11 @@ INDEXER_TOPK = define(
     check=_check_indexer_topk,
     providers={
         "triton": Provider(_cut(_chunk_triton)),
-        "deep_gemm": Provider(_cut(_chunk_deep_gemm), _deep_gemm_supports, vendor.deep_gemm_missing),
+        "deep_gemm": Provider(
+            _cut(_chunk_deep_gemm), _deep_gemm_supports, vendor.deep_gemm_missing, _deep_gemm_slower
+        ),
     },
-    preference=("triton",),
+    preference=("deep_gemm", "triton"),
     cut=True,
     short_body=indexer_topk_short,
 )

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 from types import ModuleType
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 
 FLASH_MLA_HEADS = 64
 FLASH_MLA_TOPK = 128
@@ -100,6 +103,74 @@ def flash_mla_supports(
     return None
 
 
+@triton.jit(do_not_specialize=["k"])
+def _flash_mla_inputs_kernel(
+    q: tl.tensor,
+    topk: tl.tensor,
+    queries: tl.tensor,
+    indices: tl.tensor,
+    k: tl.tensor,
+    padded_k: tl.tensor,
+    COPY_Q: tl.constexpr,
+    ROW: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """A program a row: its queries, and its slots with 0 for a -1 in the first place and -1 beyond k."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    for begin in range(0, padded_k, BLOCK):
+        place = begin + at
+        slot = tl.load(topk + row * k + place, mask=place < k, other=-1)
+        slot = tl.where((place == 0) & (slot < 0), 0, slot)
+        tl.store(indices + row * padded_k + place, slot, mask=place < padded_k)
+    if COPY_Q:
+        for begin in range(0, ROW, BLOCK):
+            place = begin + at
+            element = tl.load(q + row * ROW + place, mask=place < ROW)
+            tl.store(queries + row * ROW + place, element, mask=place < ROW)
+
+
+KERNELS = [
+    (
+        _flash_mla_inputs_kernel,
+        {
+            "q": "*bf16", "topk": "*i32", "queries": "*bf16", "indices": "*i32", "k": "i32", "padded_k": "i32",
+        },
+        {"COPY_Q": True, "ROW": 8 * 576, "BLOCK": 1024},
+    )
+]  # fmt: skip
+
+
+def _flash_mla_inputs(q: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """q with 64 or 128 heads and topk [T, 1, a multiple of 128], by one launch.
+
+    The heads that q lacks are those of the rows behind it: heads do not mix, and nothing is written for them.
+    """
+    rows, heads, width = q.shape
+    padded_heads = FLASH_MLA_HEADS if heads <= FLASH_MLA_HEADS else 2 * FLASH_MLA_HEADS
+    k = topk.shape[1]
+    padded_k = -(-k // FLASH_MLA_TOPK) * FLASH_MLA_TOPK
+    indices = topk.new_empty(rows, 1, padded_k)
+    queries = q
+    if heads != padded_heads:
+        queries = q.new_empty(rows * heads + padded_heads - heads, width)
+        queries = queries.as_strided((rows, padded_heads, width), (heads * width, width, 1))
+    _flash_mla_inputs_kernel[(rows,)](
+        q, topk, queries, indices, k, padded_k,
+        COPY_Q=heads != padded_heads, ROW=heads * width, BLOCK=1024, num_warps=4,
+    )  # fmt: skip
+    return queries, indices
+
+
+@functools.cache
+def _flash_mla_options(arch: int, forward: Any) -> dict[str, Any]:
+    """The kernels for Hopper are those called legacy; the statistics are left out where the version can."""
+    options: dict[str, Any] = {"use_legacy": True} if arch == 9 else {}
+    if "return_log2_lse" in inspect.signature(forward).parameters:
+        options["return_log2_lse"] = False
+    return options
+
+
 def flash_mla(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -110,24 +181,15 @@ def flash_mla(
     layout: str,
 ) -> None:
     """``sparse_mla`` by ``flash_mla_sparse_fwd``: heads padded to 64 or 128, k to a multiple of 128."""
-    rows, heads, width = q.shape
-    if rows == 0:
+    if q.shape[0] == 0:
         return
-    padded_heads = FLASH_MLA_HEADS if heads <= FLASH_MLA_HEADS else 2 * FLASH_MLA_HEADS
-    queries = q
-    if heads != padded_heads:
-        queries = q.new_zeros(rows, padded_heads, width)
-        queries[:, :heads] = q
-    k = topk.shape[1]
-    indices = topk.new_full((rows, -(-k // FLASH_MLA_TOPK) * FLASH_MLA_TOPK), -1)
-    indices[:, :k] = topk
-    indices[:, 0].clamp_(min=0)  # a row that selects nothing attends slot 0
-    legacy = {"use_legacy": True} if _arch() == 9 else {}
-    result = _call(
-        "flash_mla", "flash_mla_sparse_fwd", queries, cache.unsqueeze(1), indices.unsqueeze(1), sm_scale,
-        d_v=out.shape[2], topk_length=select_lens, **legacy,
+    queries, indices = _flash_mla_inputs(q, topk)
+    forward = getattr(_module("flash_mla"), "flash_mla_sparse_fwd")  # noqa: B009  (a module or a reason, to mypy)
+    result = forward(
+        queries, cache.unsqueeze(1), indices, sm_scale,
+        d_v=out.shape[2], topk_length=select_lens, **_flash_mla_options(_arch(), forward),
     )  # fmt: skip
-    out.copy_(result[0][:, :heads])
+    out.copy_(result[0][:, : q.shape[1]])
 
 
 # --- FlashInfer ---------------------------------------------------------------------------------------------

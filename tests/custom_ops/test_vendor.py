@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from custom_ops import vendor
+from custom_ops import _register, index_cache, vendor
 from custom_ops._register import OPS, use_provider
 from custom_ops.batch_metadata import ForwardContext, use_context
 from custom_ops.topk import topk_indices_reference
@@ -52,7 +52,8 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, None, None]:
     assert use_legacy and q.shape[1] in (64, 128) and indices.shape[2] % 128 == 0 and topk_length is not None
     assert kv.shape[1:] == (1, 576) and indices.shape[:2] == (len(q), 1) and indices.dtype == torch.int32
-    assert q.is_contiguous() and indices.is_contiguous() and d_v == 512
+    assert q.stride(2) == 1 and q.stride(0) * 2 % 16 == 0 and indices.is_contiguous() and d_v == 512
+    q = q.contiguous()
     out = q.new_empty(*q.shape[:2], d_v)
     OPS["sparse_mla"].reference(q, kv[:, 0], indices[:, 0], topk_length, out, sm_scale, "bf16")
     return out, None, None
@@ -115,8 +116,39 @@ def test_deep_gemm_refuses(packages: None) -> None:
     result = torch.zeros(4, 16, dtype=torch.int32, device=s.DEVICE)
     with use_context(ForwardContext(metadata, {0: index_pool()}, workspace_bytes=1000)):
         why = OPS["indexer_topk"].refusal("deep_gemm", 0, q, q[:, :, 0].float(), result)
-    assert why == "the gathered K takes up to 13596 bytes, the workspace is 1000"
+    assert why == "the gathered K takes up to 16896 bytes, the workspace is 1000"
     assert vendor.deep_gemm_supports(q[:, :16]) == "DeepGEMM takes (32, 64) heads here, not 16"
+
+
+@pytest.mark.parametrize(("rows", "requests", "chosen"), [(384, 3, True), (383, 1, False), (400, 4, False)])
+def test_deep_gemm_is_left_where_gathering_costs_more(
+    packages: None, monkeypatch: pytest.MonkeyPatch, rows: int, requests: int, chosen: bool
+) -> None:
+    metadata = batch([1] * requests, [rows // requests] * requests, rows=512)
+    q = torch.zeros(512, 32, 128, device=s.DEVICE).to(torch.float8_e4m3fn)
+    args = (0, q, q[:, :, 0].float(), torch.zeros(512, 16, dtype=torch.int32, device=s.DEVICE))
+    monkeypatch.setattr(_register, "_on_cuda", lambda args: True)
+    with use_context(ForwardContext(metadata, {0: index_pool()}, workspace_bytes=1 << 30)):
+        assert (OPS["indexer_topk"].choose(*args) == "deep_gemm") == chosen
+        usable = {name: (usable, why) for name, usable, why in _register.providers_of("indexer_topk", *args)}
+    assert usable["deep_gemm"][0] and ("do not repay" in str(usable["deep_gemm"][1])) != chosen
+
+
+def test_gather_for_rows(packages: None) -> None:
+    """A request's keys at its distance, whatever the table holds behind its pages."""
+    metadata, cache = batch([100, 0, 30], [3, 2, 6], rows=16), test_mqa_logits.pool(40, 3)
+    table, lens, owners = metadata.page_table.clone(), metadata.kv_lens[:11], metadata.request_of_row[:11]
+    for request, length in enumerate((103, 2, 36)):
+        table[request, -(-length // 64) :] = 2**31 - 1 if request else -5
+    k, k_scale, starts, ends = index_cache.gather_for_rows(cache, table, 3, metadata.max_kv_len, lens, owners)
+    assert k.shape == (3 * 128, 128) and starts.tolist() == [128 * r for r in owners.tolist()]
+    assert (ends - starts).tolist() == lens.tolist()
+    for request, length in enumerate((103, 2, 36)):
+        one = torch.tensor([length], dtype=torch.int32, device=s.DEVICE)
+        want, want_scale = index_cache.index_k_gather_reference(cache, metadata.page_table[request:][:1], one, length)
+        at = slice(request * 128, request * 128 + length)
+        s.assert_bitwise(k[at].view(torch.uint8), want.view(torch.uint8))
+        s.assert_bitwise(k_scale[at], want_scale)
 
 
 @pytest.mark.parametrize(("heads", "k"), [(4, 40), (64, 128), (65, 130), (128, 256)])
