@@ -190,8 +190,8 @@ MUTANTS = [
     # Metadata: a variant chosen by the row count, what a context held when the model was compiled
     _backend("graph_runner.py", "return host.max_kv_len <= self.index_topk", "return host.rows <= self.index_topk",
              "test_runner.py::test_variant_follows_what_rows_see_not_how_many_there_are"),
-    _backend("rewrite.py", "BoundInput(label, lambda: _from_context(name, layer_id), rows",
-             "BoundInput(label, lambda: real, rows", "test_failures.py::test_without_a_context_the_model_says_so"),
+    _backend("rewrite.py", "resolve = partial(_from_context, name, layer_id)", "resolve = partial(_itself, real)",
+             "test_failures.py::test_without_a_context_the_model_says_so"),
     # Keys and recompiles: another symbol, the token dim, a graph of one size, a trace after freeze(), autograd
     _backend("compiled_graph.py", "for read in self._symbols.values())",
              "for read in list(self._symbols.values())[:1])",
