@@ -8,7 +8,7 @@ import re
 import pytest
 import torch
 
-from sparse_pcg.models import DSAModel, ModelConfig, Yarn, preset
+from sparse_pcg.models import DSAModel, ModelConfig, Rank, Yarn, preset
 from sparse_pcg.models.rope import cos_sin_cache
 from tests.sparse_pcg.serving import TINY, serve, tokens
 
@@ -101,12 +101,27 @@ def test_head():
         ({"indexer_types": ("full",) * 5}, "indexer_types must be 6 of"),
         ({"index_topk_pattern": "FFFFFX"}, "index_topk_pattern must be 6 of"),
         ({"index_topk_pattern": "SFFFFF"}, "indexer_types must be 'full' for layer 0"),
+        ({"local_experts": (6, 3)}, r"local_experts must be \(first, count\) within 8 experts, got \(6, 3\)"),
+        ({"shared_intermediate_size": 0}, "shared_intermediate_size must be at least 1, or None"),
         ({"layers": 3}, r"overrides must be fields of ModelConfig .* got \['layers'\]"),
     ],
 )
 def test_bad_configurations(overrides, message):
     with pytest.raises(ValueError, match=message):
         preset("tiny", **overrides)
+
+
+def test_a_rank_of_a_published_model():
+    whole = preset("glm5_2", max_positions=16)
+    columns, experts = (Rank(3, 8, expert_parallel).part_of(whole) for expert_parallel in (False, True))
+    shapes = (columns.num_heads, columns.intermediate_size, columns.moe_intermediate_size, columns.shared_width)
+    assert shapes == (8, 1536, 256, 256) and columns.experts_here == (0, 256)
+    shapes = (experts.num_heads, experts.intermediate_size, experts.moe_intermediate_size, experts.shared_width)
+    assert shapes == (8, 1536, 2048, 256) and experts.experts_here == (96, 32)
+    counts = [sum(p.numel() for p in DSAModel(c, device="meta").parameters()) for c in (columns, experts)]
+    assert counts[0] == counts[1]
+    with pytest.raises(ValueError, match="config must be that of a whole model"):
+        Rank(0, 2).part_of(experts)
 
 
 def test_unknown_preset():
