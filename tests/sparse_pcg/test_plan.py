@@ -96,6 +96,7 @@ def test_a_capture_that_fails_half_way_has_every_effect_once(at: int, monkeypatc
     first = call(8)
     kept = first.clone()
     assert sparse_pcg.stats().captures == 0 and sparse_pcg.stats().fallbacks == {"capture_failed": 1}
+    assert Failing.made == at + 1  # what comes after is not captured in vain
     call(8)
     assert sparse_pcg.stats().fallbacks == {"capture_failed": 2}  # it is not tried again
     with sparse_pcg.stats().expect(captures=4, replays=1, fallbacks={}):
