@@ -228,8 +228,6 @@ MUTANTS = [
              "test_profiling.py::test_nvtx_names_plan_and_steps_until_it_is_off"),
     _backend("bench/timing.py", "Path(w).name if before in outputs else w", "w",
              "test_bench_graphs.py::test_a_result_says_how_to_get_it_again"),
-    _backend("bench/memory.py", "alone = alone or runner.pool_bytes", "alone = runner.pool_bytes",
-             "test_bench_graphs.py::test_memory_of_buckets_over_one_another"),
     # Addresses: a moved tensor, an argument not written back, a result not copied, lost aliases
     _backend("compiled_graph.py", "tuple(inputs[i].data_ptr() for i in self._pinned))", "())",
              "test_failures_of_graphs.py::test_an_attribute_that_comes_and_goes"),

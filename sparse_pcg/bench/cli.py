@@ -54,7 +54,7 @@ def cut_cost(
     """Host and GPU time of one forward and of one cut, against PyTorch's own ways and a hand-written loop."""
     from .cut_cost import PEERS, run_cut_cost
 
-    chosen = tuple(p.strip() for p in peers.split(",")) if peers else PEERS
+    chosen = _words(peers) or PEERS
     sizes = {"layers": layers, "hidden": hidden, "tokens": tokens, "repeats": repeats}
     finish(lambda: run_cut_cost(**sizes, peers=chosen, compiler=compiler), json_file, plot_file)
 
@@ -109,6 +109,33 @@ def ttft(
         return run_ttft(model=model, rows=chosen, compiler=compiler, partial=json_file, **sizes)  # type: ignore[arg-type]
 
     finish(run, json_file, plot_file)
+
+
+@app.command()
+def ops(
+    rows: Annotated[str, typer.Option(help="Token rows, comma-separated; default: 1 to 8192.")] = "",
+    names: Annotated[str, typer.Option("--ops", help="Comma-separated; default all.")] = "",
+    own: Annotated[bool, typer.Option("--own", help="Only kernels of this package.")] = False,
+    without: Annotated[str, typer.Option(help="Providers to leave out, as flashinfer or topk_slots:flashinfer.")] = "",
+    repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 20,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Each operator by each of its providers, against a copy of the same bytes and the rate of matrix products."""
+    from .ops import ROWS, run_ops
+
+    def run() -> dict[str, Any]:
+        try:
+            counts = tuple(map(int, _words(rows))) or ROWS
+        except ValueError as error:
+            raise ValueError(f"rows: must be whole numbers like 16,512, got {rows!r}") from error
+        return run_ops(counts, _words(names), own, _words(without), repeats=repeats, partial=json_file)
+
+    finish(run, json_file, plot_file)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.strip() for word in text.split(",") if word.strip())
 
 
 if __name__ == "__main__":

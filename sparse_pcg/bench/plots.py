@@ -21,7 +21,9 @@ def plot(result: Mapping[str, Any], path: Path | str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    kinds = {"cut-cost": _cut_cost, "memory": _memory, "startup": _startup, "ttft": _ttft}
+    from .ops import plot_ops
+
+    kinds = {"ops": plot_ops, "cut-cost": _cut_cost, "memory": _memory, "startup": _startup, "ttft": _ttft}
     draw = kinds.get(str(result.get("bench")))
     if draw is None:
         raise ValueError(f"plot: result['bench'] must be one of {sorted(kinds)}, got {result.get('bench')!r}")

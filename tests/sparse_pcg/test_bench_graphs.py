@@ -40,6 +40,28 @@ def test_cut_cost_times_the_same_model_in_every_way(tmp_path: Path) -> None:
     assert {"machine", "versions", "commit", "command"} <= set(result)
 
 
+@pytest.mark.parametrize(("line", "said"), [("--rows x", "rows"), ("--ops topq", "topq"), ("--repeats 0", "repeats")])
+def test_bad_arguments_of_ops_end_the_command(line: str, said: str) -> None:
+    done = CliRunner().invoke(app, ["ops", *line.split()])
+    assert done.exit_code == 2 and said in done.output
+
+
+def test_ops_gets_what_the_command_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: dict[str, object] = {}
+
+    def run(*args: object, **named: object) -> dict[str, str]:
+        seen.update(args=args, **named)
+        return {"bench": "ops"}
+
+    monkeypatch.setattr("sparse_pcg.bench.ops.run_ops", run)
+    out = tmp_path / "ops.json"
+    line = f"ops --rows 1,16 --ops rope,topk_slots --own --without flashinfer,topk_slots:cuda --repeats 3 --json {out}"
+    done = CliRunner().invoke(app, line.split())
+    assert done.exit_code == 0, done.output
+    chosen = ((1, 16), ("rope", "topk_slots"), True, ("flashinfer", "topk_slots:cuda"))
+    assert seen == {"args": chosen, "repeats": 3, "partial": out} and json.loads(out.read_text()) == {"bench": "ops"}
+
+
 @pytest.mark.parametrize(
     ("call", "names"),
     [
