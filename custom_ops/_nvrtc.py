@@ -13,7 +13,7 @@ import os
 import site
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,11 +59,21 @@ def _nvrtc() -> ctypes.CDLL:
     raise CudaError(f"{name} is not found")
 
 
-def compile_cuda(source: str, name: str, capability: tuple[int, int], options: Sequence[str] = ()) -> bytes:
-    """The cubin of ``source`` for one GPU architecture. Raises CudaError with the compiler's log."""
+def compile_cuda(
+    source: str,
+    name: str,
+    capability: tuple[int, int],
+    options: Sequence[str] = (),
+    headers: Mapping[str, str] | None = None,
+) -> bytes:
+    """The cubin of ``source`` for one GPU architecture; headers: text by the name it is included with.
+
+    Raises CudaError with the compiler's log.
+    """
     nvrtc = _nvrtc()
     program = ctypes.c_void_p()
-    arguments = [f"--gpu-architecture=sm_{capability[0]}{capability[1]}", "--std=c++17", *options]
+    architecture = f"--gpu-architecture=sm_{capability[0]}{capability[1]}"
+    arguments = [architecture, "--std=c++17", "--device-as-default-execution-space", *options]
 
     def check(code: int) -> None:
         if code:
@@ -73,10 +83,18 @@ def compile_cuda(source: str, name: str, capability: tuple[int, int], options: S
             nvrtc.nvrtcGetProgramLog(program, log)
             raise CudaError(f"NVRTC error {code} for {name}: {log.value.decode(errors='replace').strip()}")
 
-    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), 0, None, None))
+    def strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+        encoded = [text.encode() for text in texts]
+        return (ctypes.c_char_p * len(encoded))(*encoded)
+
+    texts, names = strings((headers or {}).values()), strings(headers or {})
+    check(
+        nvrtc.nvrtcCreateProgram(
+            ctypes.byref(program), source.encode(), name.encode(), len(names), texts, names
+        )
+    )
     try:
-        encoded = (ctypes.c_char_p * len(arguments))(*(a.encode() for a in arguments))
-        check(nvrtc.nvrtcCompileProgram(program, len(arguments), encoded))
+        check(nvrtc.nvrtcCompileProgram(program, len(arguments), strings(arguments)))
         size = ctypes.c_size_t()
         check(nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size)))
         cubin = ctypes.create_string_buffer(size.value)

@@ -16,24 +16,21 @@ logger = logging.getLogger(__name__)
 _LAYOUT = "PPPPPPqqii"  # struct Arguments
 _BINS = 2048
 _CLUSTER = 8  # blocks at most that share a row
+_SHORT = 8192  # columns
 
 
 @dataclass(frozen=True)
 class Tuning:
     """How topk.cu is built; the names are its macros in lower case."""
 
-    threads: int = 1024
+    threads: int = 512
     capacity: int = 8192
     max_k: int = 2048
-    bins: int = _BINS
-    unroll: int = 4
-    split_unroll: int = 4
+    unroll: int = 8
     blocks_per_sm: int = 2
     prefetch_bytes: int = 0
-    sample_stride_log: int = 6
-    sample_min_log: int = 8
-    sample_max_log: int = 10
     sample_sigmas: float = 6.0
+    split: int = 0
 
     @property
     def macros(self) -> list[str]:
@@ -42,22 +39,27 @@ class Tuning:
     @property
     def shared(self) -> int:
         """Bytes of ``struct Shared``."""
-        return 8 * self.capacity + 4 * (self.bins + self.max_k + 3 * 32 + 3 + 3 + 2)
+        return 8 * self.capacity + 4 * (_BINS + self.max_k) + 8 * 32 + 4 * (32 + 3 + 4 + 3)
 
 
-DEFAULT = Tuning()
+LONG = Tuning()
+SHORT = Tuning(threads=256, capacity=4096, blocks_per_sm=4)
+SPLIT = Tuning(threads=1024, unroll=4, blocks_per_sm=1, split=1)
+
+
+def sources() -> tuple[str, dict[str, str]]:
+    """topk.cu, and by name what it includes."""
+    folder = Path(__file__).parent
+    return (folder / "topk.cu").read_text(), {"topk_select.cuh": (folder / "topk_select.cuh").read_text()}
 
 
 @functools.cache
-def kernels(device: int, tuning: Tuning = DEFAULT) -> tuple[CudaKernel, CudaKernel]:
-    """``topk_rows`` and ``topk_split_rows`` on a device. Raises CudaError or OSError where they cannot be built."""
-    source = (Path(__file__).parent / "topk.cu").read_text()
-    cubin = compile_cuda(source, "topk.cu", torch.cuda.get_device_capability(device), tuning.macros)
-    rows, split = (
-        CudaKernel(cubin, name, device, tuning.threads, tuning.shared, _LAYOUT)
-        for name in ("topk_rows", "topk_split_rows")
-    )
-    return rows, split
+def kernel(device: int, tuning: Tuning) -> CudaKernel:
+    """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
+    source, headers = sources()
+    capability = torch.cuda.get_device_capability(device)
+    cubin = compile_cuda(source, "topk.cu", capability, tuning.macros, headers)
+    return CudaKernel(cubin, "topk_rows", device, tuning.threads, tuning.shared, _LAYOUT)
 
 
 @functools.cache
@@ -69,7 +71,7 @@ def missing_on(device: int) -> str | None:
         major, minor = torch.cuda.get_device_capability(device)
         if major < 9:
             return f"it needs compute capability 9.0, the GPU has {major}.{minor}"
-        kernels(device)
+        kernel(device, LONG)
     except (CudaError, OSError, RuntimeError, AttributeError) as error:
         logger.warning("top-k: the CUDA kernels cannot be built, Triton serves instead: %s", error)
         return f"the kernels cannot be built: {error}"
@@ -85,8 +87,8 @@ def missing() -> str | None:
 
 def refuses(logits: torch.Tensor, k: int) -> str | None:
     """Why the kernels do not serve these arguments, or None."""
-    if k > DEFAULT.max_k:
-        return f"k is at most {DEFAULT.max_k}, not {k}"
+    if k > LONG.max_k:
+        return f"k is at most {LONG.max_k}, not {k}"
     if not logits.is_cuda:
         return "logits are not on a CUDA device"
     return missing_on(logits.get_device())
@@ -100,7 +102,7 @@ def _multiprocessors(device: int) -> int:
 def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:
     """1, or for few and long rows how many blocks share each."""
     blocks = 1
-    while blocks < _CLUSTER and 2 * blocks * rows <= multiprocessors and blocks * 2 * DEFAULT.capacity <= width:
+    while blocks < _CLUSTER and 2 * blocks * rows <= multiprocessors and blocks * 2 * LONG.capacity <= width:
         blocks *= 2
     return blocks
 
@@ -113,12 +115,12 @@ def launch(
     request_of_row: torch.Tensor | None,
     page_table: torch.Tensor | None,
     valid_rows: int,
-    tuning: Tuning = DEFAULT,
+    tuning: Tuning | None = None,
     blocks: int | None = None,
 ) -> None:
     """Write the selection of each row into ``out`` int32 [T, k], contiguous; the arguments of ``launch_topk``.
 
-    blocks: that share a row; None: as fits the device. Raises CudaError where the launch is refused.
+    blocks: that share a row; None for it and for the tuning: as fits the shape and the device. Raises CudaError where the launch is refused.
     """
     rows, k = out.shape
     if rows == 0:
@@ -126,8 +128,9 @@ def launch(
     device = logits.get_device()
     if blocks is None:
         blocks = blocks_of_a_row(rows, logits.shape[1], _multiprocessors(device))
-    kernel = kernels(device, tuning)[blocks > 1]
-    kernel.launch(
+    if tuning is None:
+        tuning = SPLIT if blocks > 1 else SHORT if logits.shape[1] <= _SHORT else LONG
+    kernel(device, tuning).launch(
         rows * blocks,
         (
             logits.data_ptr(),

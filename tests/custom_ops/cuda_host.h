@@ -20,9 +20,13 @@
 
 struct Index { unsigned x; };
 struct uint2 { unsigned x, y; };
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(16) int4 { int x, y, z, w; };
 struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 using std::max;
 using std::min;
 
@@ -142,6 +146,9 @@ inline unsigned __shfl_up_sync(unsigned, unsigned v, int d) {
     return host::warp_meet(v)[lane >= d ? lane - d : lane];
 }
 inline unsigned __shfl_sync(unsigned, unsigned v, int from) { return host::warp_meet(v)[from]; }
+inline unsigned __shfl_xor_sync(unsigned, unsigned v, int mask) {
+    return host::warp_meet(v)[host::current->thread % 32 ^ mask];
+}
 inline unsigned __ballot_sync(unsigned, bool p) {
     const unsigned* all = host::warp_meet(p);
     unsigned mask = 0;

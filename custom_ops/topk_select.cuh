@@ -1,0 +1,233 @@
+// What topk.cu is made of: the device's instructions, keys that sort as the selection does, and the cut of the best k.
+
+#ifndef TOPK_HOST
+
+extern __shared__ __align__(16) unsigned char dynamic_shared[];
+
+__device__ __forceinline__ float4 load_quad(const float* at) {
+    float4 v;  // every element is read once: not worth a line of L1
+    asm volatile("ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(at));
+    return v;
+}
+
+__device__ __forceinline__ void prefetch_l2(const float* at, unsigned bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ unsigned cluster_size() {
+    unsigned size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
+}
+
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where the object at ``mine`` lies in the shared memory of the cluster's first block.
+__device__ __forceinline__ unsigned leaders(const void* mine) {
+    unsigned there;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(there) : "r"((unsigned)__cvta_generic_to_shared(mine)));
+    return there;
+}
+
+__device__ __forceinline__ unsigned leader_add(unsigned* mine, unsigned amount) {
+    unsigned before;
+    asm volatile("atom.relaxed.cluster.shared::cluster.add.u32 %0, [%1], %2;"
+                 : "=r"(before) : "r"(leaders(mine)), "r"(amount) : "memory");
+    return before;
+}
+
+__device__ __forceinline__ void leader_store(uint2* mine, uint2 value) {
+    asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(leaders(mine)), "r"(value.x), "r"(value.y) : "memory");
+}
+
+#endif  // TOPK_HOST
+
+constexpr unsigned ALL = 0xffffffffu;
+constexpr int LAST = 0x7fffffff;
+constexpr int WARPS = THREADS / 32;
+constexpr int TILE = 4 * THREADS;  // elements: one load a thread
+constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }
+constexpr int LOG_THREADS = log2_of(THREADS);
+constexpr int LOG_BINS = 11;
+constexpr int BINS = 1 << LOG_BINS;
+constexpr int FEW = 32;
+constexpr unsigned MINUS_INFINITY = 0x007fffffu;  // the least key that is not of a NaN
+constexpr int WHOLE_SHIFT = 32 - LOG_BINS;        // of bins over all keys
+static_assert(1 << LOG_THREADS == THREADS && THREADS >= 64 && THREADS <= 1024, "");
+static_assert(CAPACITY >= MAX_K + TILE, "a tile must fit behind the best k");
+
+struct Shared {
+    uint2 items[CAPACITY];  // bits of the logit, position
+    unsigned bins[BINS];    // the histogram of a select, then the bitmap
+    unsigned stage[MAX_K];
+    uint2 few[FEW];
+    unsigned warp_sum[32];
+    unsigned gathered[3];
+    unsigned found[4];  // bin, how many above it, how many in it; the last that is not empty
+    unsigned few_count;
+    unsigned holes;
+    unsigned movers;
+};
+
+// What is selected: keys above ``key``, and at ``key`` positions up to ``position``.
+struct Cut {
+    unsigned key;
+    int position;
+};
+
+// NaN lowest, -0 equal to +0.
+__device__ __forceinline__ unsigned order_key(unsigned bits) {
+    const float x = __uint_as_float(bits) + 0.0f;  // -0 becomes +0
+    bits = __float_as_uint(x);
+    return x == x ? bits ^ ((unsigned)((int)bits >> 31) | 0x80000000u) : 0;
+}
+
+// The least float whose key is at least ``key``; above +inf a NaN, which nothing reaches.
+__device__ __forceinline__ float float_from(unsigned key) {
+    key = max(key, MINUS_INFINITY);
+    return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
+}
+
+__device__ __forceinline__ bool selected(unsigned key, unsigned position, Cut cut) {
+    return key > cut.key || (key == cut.key && position <= (unsigned)cut.position);
+}
+
+__device__ __forceinline__ int lane() { return threadIdx.x & 31; }
+__device__ __forceinline__ int warp() { return threadIdx.x >> 5; }
+
+__device__ __forceinline__ unsigned warp_inclusive_sum(unsigned mine) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        const unsigned other = __shfl_up_sync(ALL, mine, d);
+        if (lane() >= d) mine += other;
+    }
+    return mine;
+}
+
+// Of the threads before this one; one barrier inside, and another before the next call.
+__device__ __forceinline__ unsigned exclusive_sum(Shared& s, unsigned mine, unsigned& total) {
+    const unsigned inclusive = warp_inclusive_sum(mine);
+    if (lane() == 31) s.warp_sum[warp()] = inclusive;
+    __syncthreads();
+    const unsigned sum = lane() < WARPS ? s.warp_sum[lane()] : 0;
+    total = __reduce_add_sync(ALL, sum);
+    return __reduce_add_sync(ALL, lane() < warp() ? sum : 0) + inclusive - mine;
+}
+
+// The next index from ``counter`` for each thread of the warp that wants one.
+__device__ __forceinline__ unsigned claim(unsigned* counter, bool wants) {
+    const unsigned wanting = __ballot_sync(ALL, wants);
+    unsigned base = 0;
+    if (lane() == 0 && wanting) base = atomicAdd(counter, __popc(wanting));
+    return __shfl_sync(ALL, base, 0) + __popc(wanting & ((1u << lane()) - 1));
+}
+
+__device__ __forceinline__ void clear_bins(Shared& s) {
+    for (int i = threadIdx.x; i < BINS / 4; i += THREADS) reinterpret_cast<uint4*>(s.bins)[i] = make_uint4(0, 0, 0, 0);
+}
+
+// How a select goes about: the keys that it can meet, and how far it goes.
+struct Search {
+    unsigned low;  // no key of interest is below
+    int shift;     // log2 of the keys a bin of the first histogram; too small costs time alone
+    int slack;     // as many more than k may be selected
+    bool exact;    // else equal keys are never told apart by their positions
+    unsigned top;  // found: the first histogram's last bin, about, that is not empty
+    bool tied;     // found, of an inexact one: more than the slack are equal to the cut
+};
+
+// The cut that selects k of the elements, or up to k + slack. ``each(f)`` calls f(key, position) for those of this
+// thread; there are k at least. A position is below ``length``, or the element can only lose. Has barriers inside
+// and after what it reads; leaves the bins zero. RANK_FEW: few that remain are ranked one by one, where ``each`` is
+// little code.
+template <bool RANK_FEW, class Each>
+__device__ __forceinline__ Cut find_cut(Shared& s, int k, int length, Search& search, const Each& each) {
+    clear_bins(s);
+    if (threadIdx.x == 0) s.few_count = 0;
+    __syncthreads();
+    unsigned low = search.low, width = ~low, need = k, tied = 0;
+    int shift = search.shift;
+    bool by_position = false, first = true;  // among those of key ``tied``, the greater ~position ranks higher
+    auto offset_of = [&](unsigned key, unsigned position, unsigned& offset) {
+        offset = (by_position ? ~position : key) - low;
+        return offset <= width && (!by_position || key == tied);
+    };
+    for (;;) {
+        // Bin 0 holds the lowest key alone: a threshold that many elements are equal to is found at once.
+        const unsigned round = (1u << shift) - 1;
+        each([&](unsigned key, unsigned position) {
+            unsigned offset;
+            if (offset_of(key, position, offset)) atomicAdd(&s.bins[min((offset + round) >> shift, BINS - 1u)], 1);
+        });
+        __syncthreads();
+        constexpr int MINE = BINS / THREADS;
+        unsigned counts[MINE], sum = 0, total;
+#pragma unroll
+        for (int j = 0; j < MINE; ++j) {
+            sum += counts[j] = s.bins[threadIdx.x * MINE + j];
+            s.bins[threadIdx.x * MINE + j] = 0;
+        }
+        const unsigned before = exclusive_sum(s, sum, total);
+        unsigned above = total - before - sum;
+        if (above == 0 && sum) s.found[3] = threadIdx.x * MINE + MINE - 1;
+        if (above < need && need <= above + sum) {
+#pragma unroll
+            for (int j = MINE - 1; j >= 0; --j) {
+                if (above < need && need <= above + counts[j]) {
+                    s.found[0] = threadIdx.x * MINE + j;
+                    s.found[1] = above;
+                    s.found[2] = counts[j];
+                }
+                above += counts[j];
+            }
+        }
+        __syncthreads();
+        const unsigned bin = s.found[0], inside = s.found[2];
+        const unsigned skipped = bin ? ((bin - 1) << shift) + 1 : 0;
+        need -= s.found[1];
+        low += skipped;
+        width = bin == 0 ? 0 : bin == BINS - 1 ? width - skipped : min(width - skipped, round);
+        if (first) search.top = s.found[3];
+        first = false;
+        search.tied = inside - need > (unsigned)search.slack;
+        if (!search.tied || (width == 0 && !search.exact)) break;
+        if (RANK_FEW && inside <= FEW) {
+            each([&](unsigned key, unsigned position) {
+                unsigned offset;
+                if (offset_of(key, position, offset)) s.few[atomicAdd(&s.few_count, 1)] = make_uint2(key, ~position);
+            });
+            __syncthreads();
+            if (warp() == 0) {
+                const uint2 mine = lane() < (int)inside ? s.few[lane()] : make_uint2(0, 0);
+                unsigned greater = 0, equal = 0;
+                for (int j = 0; j < (int)inside; ++j) {
+                    const uint2 other = s.few[j];
+                    greater += other.x > mine.x || (other.x == mine.x && other.y > mine.y);
+                    equal += other.x == mine.x && other.y == mine.y;
+                }
+                if (lane() < (int)inside && greater < need && need <= greater + equal) {
+                    s.found[0] = mine.x;
+                    s.found[1] = mine.y;
+                }
+            }
+            __syncthreads();
+            return Cut{s.found[0], (int)~s.found[1]};
+        }
+        if (width == 0) {
+            by_position = true;
+            tied = low;
+            width = length - 1;
+            low = ~width;
+        }
+        shift = max(0, WHOLE_SHIFT - __clz(width));
+    }
+    return by_position ? Cut{tied, (int)~low} : Cut{low, LAST};
+}

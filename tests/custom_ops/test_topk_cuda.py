@@ -1,0 +1,200 @@
+"""The CUDA C++ top-k: its code runs here as C++ on the CPU, every thread of a block a fiber, in random order."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+from custom_ops import topk_cuda
+from custom_ops._nvrtc import CudaError, _nvrtc, compile_cuda
+from custom_ops.topk import topk_indices_reference, topk_slots_reference
+from custom_ops.topk_cuda import Tuning, blocks_of_a_row, sources
+from tests.custom_ops import strategies as s
+
+ROOT = Path(__file__).parent.parent.parent
+NAN, INF = float("nan"), float("inf")
+# Little of everything, so that short rows reach every path: 512 elements in registers, 384 gathered.
+SMALL = Tuning(threads=64, capacity=384, max_k=64, unroll=2, sample_sigmas=3.0)
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
+
+
+@functools.cache
+def library(tuning: Tuning) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        target = f"{folder}/topk.so"
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", f"-I{ROOT}", *tuning.macros]
+        command += ["-o", target, str(Path(__file__).parent / "topk_host.cpp")]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return ctypes.CDLL(target)
+
+
+def on_host(args: dict, blocks: int = 1, seed: int = 0, valid_rows: int | None = None, **tuning: int) -> torch.Tensor:
+    """What the kernel selects; a row behind the last must stay as it was."""
+    built = Tuning(**{**vars(SMALL), "split": int(blocks > 1), **tuning})
+    rows, k = len(args["lengths"]), args["k"]
+    out = torch.full((rows + 1, k), 77, dtype=torch.int32)
+    pointers = [args["logits"], args["starts"], args["lengths"], args.get("request_of_row"), args.get("page_table"), out]
+    table = args.get("page_table")
+    packed = struct.pack(
+        "@" + topk_cuda._LAYOUT,
+        *(0 if t is None else t.data_ptr() for t in pointers),
+        args["logits"].stride(0),
+        0 if table is None else table.stride(0),
+        rows if valid_rows is None else valid_rows,
+        k,
+    )
+    library(built).topk_on_host(packed, rows, blocks, seed)
+    assert (out[rows] == 77).all()
+    return out[:rows]
+
+
+def values_of(kind: str, rows: int, width: int, gen: torch.Generator) -> torch.Tensor:
+    normal = torch.randn(rows, width, generator=gen)
+    column = torch.arange(width).expand(rows, width)
+    if kind == "relu":  # most are zero
+        return normal.sub(1.3).relu()
+    if kind == "equal":
+        return torch.full((rows, width), -0.25)
+    if kind == "ties":
+        return torch.randint(-1, 2, (rows, width), generator=gen).float()
+    if kind == "few values":
+        return torch.randint(0, 40, (rows, width), generator=gen).float()
+    if kind == "ascending":
+        return column.float().contiguous()
+    if kind == "descending":
+        return -column.float()
+    if kind == "mostly NaN":
+        return torch.where(torch.rand(rows, width, generator=gen) < 0.999, NAN, normal)
+    if kind == "burst":  # more than fit are above what a sample shows
+        normal[:, width // 3 : width // 3 + 100] += 100
+        normal[:, -90:] += 200
+        return normal
+    if kind == "spikes":
+        return torch.where(column % 37 == 0, normal, -INF)
+    if kind == "special":
+        table = torch.tensor([NAN, -NAN, INF, -INF, 0.0, -0.0, 1e-40, -1e-40, 1.0, -1.0])
+        return table[torch.randint(0, len(table), (rows, width), generator=gen)]
+    return normal
+
+
+KINDS = ("normal", "relu", "equal", "ties", "few values", "ascending", "descending", "mostly NaN", "burst", "spikes",
+         "special")  # fmt: skip
+
+
+def make(kind: str, k: int, width: int, lengths: list[int], pad: int, seed: int) -> dict:
+    """Rows of these lengths somewhere in ``width`` columns; around them the greatest there is, and NaN."""
+    gen = torch.Generator().manual_seed(seed)
+    rows = len(lengths)
+    starts = [int(torch.randint(0, width - n + 1, (1,), generator=gen)) for n in lengths]
+    wide = torch.full((rows, width + pad), INF)
+    wide[:, :width] = values_of(kind, rows, width, gen)
+    for row, start, length in zip(wide, starts, lengths, strict=True):
+        row[:start] = INF
+        row[start + length :] = NAN if seed % 2 else INF
+    ints = functools.partial(torch.tensor, dtype=torch.int32)
+    return {"logits": wide[:, :width], "starts": ints(starts), "lengths": ints(lengths), "k": k}
+
+
+def lengths_of(k: int, width: int, other: int) -> list[int]:
+    return [n for n in (0, 1, k - 1, k, k + 1, width // 2, width, other % (width + 1)) if n <= width]
+
+
+@needs_compiler
+@settings(max_examples=60)
+@given(
+    kind=st.sampled_from(KINDS),
+    k=st.sampled_from((1, 2, 17, 33, 64)),
+    width=st.sampled_from((1, 3, 64, 100, 400, 513, 1000, 2500)),
+    other=st.integers(0, 2500),
+    pad=st.integers(0, 7),
+    blocks=st.sampled_from((1, 1, 2, 4)),
+    paged=st.booleans(),
+    seed=s.seeds,
+)
+def test_follows_the_contract(
+    kind: str, k: int, width: int, other: int, pad: int, blocks: int, paged: bool, seed: int
+) -> None:
+    args = make(kind, k, width, lengths_of(k, width, other), pad, seed)
+    if paged:
+        gen = torch.Generator().manual_seed(seed)
+        pages = -(-width // 64)
+        args["request_of_row"] = torch.randint(0, 3, (len(args["lengths"]),), generator=gen).int()
+        args["page_table"] = torch.randint(0, 2**20, (3, pages + 2), generator=gen).int()[:, :pages]
+        want = topk_slots_reference(**args)
+    else:
+        want = topk_indices_reference(**args)
+    assert torch.equal(on_host(args, blocks, seed), want)
+
+
+# Each path at least once, whatever hypothesis draws: rows in registers and gathered, shared by blocks and not.
+@needs_compiler
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind(kind: str, blocks: int) -> None:
+    for width, k in ((500, 64), (3001, 64), (3001, 5)):
+        args = make(kind, k, width, [width, width - 1, width - 2], 1, width)
+        assert torch.equal(on_host(args, blocks, 1), topk_indices_reference(**args)), (width, k)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", ["normal", "relu"])
+def test_positions_beyond_one_bitmap(kind: str) -> None:
+    args = make(kind, 64, 140_003, [140_003], 0, 3)  # the bitmap has 65536 bits
+    args["logits"][0, [65535, 65536, 131071, 131072, 140_002]] = 9.0
+    assert torch.equal(on_host(args), topk_indices_reference(**args))
+
+
+@needs_compiler
+def test_rows_behind_the_valid_ones_and_no_starts() -> None:
+    args = make("normal", 8, 600, [600, 600, 600], 0, 1)
+    want = topk_indices_reference(**args)
+    want[1:] = -1
+    args["starts"] = None
+    args["lengths"][1:] = 10**9  # is not looked at
+    assert torch.equal(on_host(args, valid_rows=1), want)
+
+
+@needs_compiler
+def test_the_launch_knows_how_much_shared_memory_it_needs() -> None:
+    for tuning in (SMALL, Tuning(threads=64, capacity=1000, max_k=128)):
+        assert library(tuning).shared_bytes() == tuning.shared
+
+
+def test_rows_are_shared_where_they_are_few_and_long() -> None:
+    assert blocks_of_a_row(512, 32768, 132) == 1
+    assert blocks_of_a_row(16, 8192, 132) == 1
+    assert blocks_of_a_row(16, 131072, 132) == 8
+    assert blocks_of_a_row(64, 131072, 132) == 2
+
+
+def test_refusals_say_why() -> None:
+    assert "k is at most 2048, not 2049" == topk_cuda.refuses(torch.zeros(1, 4), 2049)
+    if s.DEVICE == "cpu":
+        assert "not on a CUDA device" in str(topk_cuda.refuses(torch.zeros(1, 4), 4))
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in str(topk_cuda.missing())
+
+
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+@pytest.mark.parametrize("tuning", [topk_cuda.LONG, topk_cuda.SHORT, topk_cuda.SPLIT])
+def test_compiles(capability: tuple[int, int], tuning: Tuning) -> None:
+    try:
+        _nvrtc()
+    except CudaError as error:
+        pytest.skip(f"no NVRTC: {error}")
+    source, headers = sources()
+    assert compile_cuda(source, "topk.cu", capability, tuning.macros, headers)[:4] == b"\x7fELF"
+    with pytest.raises(CudaError, match="topk.cu"):
+        compile_cuda(source, "topk.cu", capability, tuning.macros)  # without what it includes

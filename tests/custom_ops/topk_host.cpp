@@ -1,0 +1,13 @@
+// topk.cu as a function of the host; built by test_topk_cuda.py with the macros of a Tuning.
+#include "tests/custom_ops/cuda_host.h"
+#define TOPK_HOST
+#include "custom_ops/topk.cu"
+
+static Arguments arguments;
+
+extern "C" void topk_on_host(const Arguments* a, unsigned rows, unsigned blocks_of_a_row, unsigned seed) {
+    arguments = *a;
+    host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, sizeof(Shared), seed, [] { topk_rows(arguments); });
+}
+
+extern "C" int shared_bytes() { return sizeof(Shared); }
