@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sparse_pcg import Batch, Options, PrefillRunner
 from sparse_pcg.integrations.transformers import convert
+from sparse_pcg.kv import page_table
 from sparse_pcg.models import config_from_hf, load_model
 from tests.sparse_pcg.hf_models import FAMILIES, TOPK, VOCAB, hf_model
 from tests.sparse_pcg.serving import new_kv, prefill
@@ -110,6 +112,22 @@ def test_other_models_are_refused():
     hf.config.attention_bias = True
     with pytest.raises(ValueError, match="attention_bias must be False, got True"):
         convert(hf)
+
+
+def test_a_converted_model_is_captured():
+    """Its parameters are views of one another's memory, in part."""
+    hf = hf_model("glm_moe_dsa", "small")
+    model = convert(hf)
+    kv = new_kv(model.config)
+    runner = PrefillRunner(model, kv, Options(capture_sizes=(32,), compiler="eager"))
+    runner.capture()
+    with kv.request() as request:
+        request.extend(20)
+        batch = Batch(torch.arange(20) % VOCAB, [20], [0], page_table([request]))
+        replayed = runner.forward(batch)
+        assert replayed.bucket == 32
+        assert torch.equal(replayed.hidden, runner.forward(batch, "uncaptured").hidden)
+    torch.testing.assert_close(replayed.logits[0], logits_of(hf)[0, -1], atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
