@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops import vendor
 from custom_ops._checks import E4M3, FLOATS, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops._rows import unit_stride
@@ -228,7 +229,10 @@ define(
     reference=mla_rope_kv_store_reference,
     fake=_fake_rope,
     check=_check_rope,
-    providers={"triton": Provider(_launch)},
+    providers={
+        "triton": Provider(_launch),
+        "flashinfer": Provider(vendor.rope_quantize_store, vendor.rope_quantize_supports, vendor.rope_quantize_missing),
+    },
     preference=("triton",),
 )
 

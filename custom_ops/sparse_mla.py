@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from custom_ops import vendor
+from custom_ops import trtllm_mla, vendor
 from custom_ops._checks import E4M3, FLOATS, check_range, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops.sparse_mla_kernels import LATENT, PACKED_BYTES, ROPE, ROW, launch_sparse_mla
@@ -106,8 +106,12 @@ SPARSE_MLA = define(
     providers={
         "triton": Provider(launch_sparse_mla),
         "flash_mla": Provider(vendor.flash_mla, vendor.flash_mla_supports, vendor.flash_mla_missing),
+        "trtllm": Provider(
+            trtllm_mla.run, trtllm_mla.supports, trtllm_mla.missing, row_regime=trtllm_mla.row_regime
+        ),
     },
-    preference=("flash_mla", "triton"),
+    preference=("flash_mla", "trtllm", "triton"),
+    rows=("q", "topk", "select_lens", "out"),
 )
 
 

@@ -147,7 +147,8 @@ def _flash_mla_inputs(q: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor
     The heads that q lacks are those of the rows behind it: heads do not mix, and nothing is written for them.
     """
     rows, heads, width = q.shape
-    padded_heads = FLASH_MLA_HEADS if heads <= FLASH_MLA_HEADS else 2 * FLASH_MLA_HEADS
+    few = heads <= FLASH_MLA_HEADS and _arch() == 9
+    padded_heads = FLASH_MLA_HEADS if few else 2 * FLASH_MLA_HEADS
     k = topk.shape[1]
     padded_k = -(-k // FLASH_MLA_TOPK) * FLASH_MLA_TOPK
     indices = topk.new_empty(rows, 1, padded_k)
@@ -212,3 +213,46 @@ def flashinfer_topk(
         "flashinfer", "top_k_ragged_transform", logits, torch.zeros_like(starts), lengths, k,
         deterministic=True, tie_break=1, row_starts=starts,
     )  # fmt: skip
+
+
+def rope_quantize_missing() -> str | None:
+    """Why FlashInfer's RoPE with quantisation cannot run here."""
+    return _lacks("flashinfer.rope", "mla_rope_quantize_fp8")
+
+
+def rope_quantize_supports(
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: str,
+) -> str | None:
+    """It writes unscaled float8."""
+    if layout != "fp8" or k_nope.dtype not in (torch.bfloat16, torch.float16) or not k_nope.shape[0]:
+        return "takes rows of bfloat16 or float16 and the layout fp8"
+    return None
+
+
+def rope_quantize_store(
+    k_nope: torch.Tensor,
+    k_rope: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    layout: str,
+) -> None:
+    """``mla_rope_kv_store`` by ``mla_rope_quantize_fp8`` and a scatter; the key stands in for the query it also wants.
+
+    The quantisation alone takes as long as the own kernel with its store: never chosen unasked.
+    """
+    k_nope, k_rope = k_nope.contiguous(), k_rope.contiguous()
+    _, rotated, _, latent = _call(
+        "flashinfer.rope", "mla_rope_quantize_fp8", k_rope.unsqueeze(1), k_rope, k_nope.unsqueeze(1), k_nope,
+        cos_sin_cache, positions, is_neox=not interleaved, quantize_dtype=cache.dtype,
+    )  # fmt: skip
+    cache.view(torch.uint8)[slots] = torch.cat((latent, rotated), 1).view(torch.uint8)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from custom_ops import _register, index_cache, vendor
+from custom_ops import _register, index_cache, trtllm_mla, vendor
 from custom_ops._register import OPS, use_provider
 from custom_ops.batch_metadata import ForwardContext, use_context
 from custom_ops.topk import topk_indices_reference
@@ -72,12 +72,60 @@ def top_k_ragged_transform(
     return topk_indices_reference(logits, row_starts, lengths, k)
 
 
+def mla_rope_quantize_fp8(
+    q_rope: torch.Tensor,
+    k_rope: torch.Tensor,
+    q_nope: torch.Tensor,
+    k_nope: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    pos_ids: torch.Tensor,
+    is_neox: bool = True,
+    quantize_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    assert q_rope.shape[1:] == (1, 64) and q_nope.shape[1:] == (1, 512) and quantize_dtype == torch.float8_e4m3fn
+    turned = OPS["apply_rope"].reference(k_rope.float(), pos_ids, cos_sin_cache, 64, not is_neox)
+    key = turned.to(quantize_dtype), k_nope.to(quantize_dtype)
+    return key[0].unsqueeze(1), key[0], key[1].unsqueeze(1), key[1]
+
+
+def trtllm_batch_decode_with_kv_cache_mla(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor,
+    workspace_buffer: torch.Tensor,
+    qk_nope_head_dim: int,
+    kv_lora_rank: int,
+    qk_rope_head_dim: int,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    sparse_mla_top_k: int,
+    out: torch.Tensor,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    backend: str,
+    multi_ctas_kv_counter_buffer: torch.Tensor,
+) -> None:
+    rows, one, heads, width = query.shape
+    assert (one, width) == (1, 576) == (1, kv_lora_rank + qk_rope_head_dim) and query.dtype == kv_cache.dtype
+    assert kv_cache.shape[1:] == (1, 64, 576) and backend == "trtllm-gen" and bmm2_scale == 1.0
+    assert block_tables.shape == (rows, 1, sparse_mla_top_k) and block_tables.dtype == torch.int32
+    assert sparse_mla_top_k % 4 == 0 and max_seq_len == sparse_mla_top_k and int(seq_lens.min()) >= 1
+    assert not workspace_buffer.any() and not multi_ctas_kv_counter_buffer.any()
+    assert out.shape == (rows, 1, heads, 512) and multi_ctas_kv_counter_buffer.numel() >= rows * heads
+    cache = kv_cache.view(-1, 576).to(torch.bfloat16)
+    OPS["sparse_mla"].reference(
+        query[:, 0].to(torch.bfloat16), cache, block_tables[:, 0], seq_lens, out[:, 0], bmm1_scale, "bf16"
+    )
+
+
 @pytest.fixture
 def packages(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, Any] = {
         "deep_gemm": SimpleNamespace(fp8_mqa_logits=fp8_mqa_logits),
         "flash_mla": SimpleNamespace(flash_mla_sparse_fwd=flash_mla_sparse_fwd),
         "flashinfer": SimpleNamespace(top_k_ragged_transform=top_k_ragged_transform),
+        "flashinfer.rope": SimpleNamespace(mla_rope_quantize_fp8=mla_rope_quantize_fp8),
+        "flashinfer.mla": SimpleNamespace(trtllm_batch_decode_with_kv_cache_mla=trtllm_batch_decode_with_kv_cache_mla),
     }
     monkeypatch.setattr(vendor, "_module", found.__getitem__)
     monkeypatch.setattr(vendor, "_arch", lambda: 9)
@@ -175,6 +223,52 @@ def test_flashinfer(packages: None) -> None:
     paged = test_topk.paged_arguments()
     got, want = (s.call("topk_slots", provider, paged) for provider in ("flashinfer", "reference"))
     s.assert_bitwise(got, want)
+
+
+@pytest.mark.parametrize(("layout", "tolerance"), [("bf16", 2**-7), ("fp8", 2**-3)])
+def test_trtllm(packages: None, monkeypatch: pytest.MonkeyPatch, layout: str, tolerance: float) -> None:
+    """On sm_100; a width that is no multiple of 4, a pad row and a row of length 0 among the rows."""
+    monkeypatch.setattr(vendor, "_arch", lambda: 10)
+    monkeypatch.setattr(trtllm_mla, "_WORKSPACE_BYTES", 1 << 10)
+    trtllm_mla.buffers.cache_clear()
+    args = test_sparse_mla.arguments([40, 1, 17, 0], 4, 42, layout=layout)
+    args["cache"] = torch.cat((args["cache"].view(torch.uint8),) * 64)[: 64 * 8].view(args["cache"].dtype)
+    args["topk"] = args["topk"].clamp(max=test_sparse_mla.SLOTS - 1)
+    args["topk"][1] = -1
+    got, want = (test_sparse_mla.run(provider, args) for provider in ("trtllm", "reference"))
+    torch.testing.assert_close(got, want, rtol=tolerance, atol=tolerance)
+    assert OPS["sparse_mla"].regime(148) == 74
+    trtllm_mla.buffers.cache_clear()
+
+
+def test_trtllm_refuses(packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = test_sparse_mla.arguments([1])
+    assert "sm_100" in str(OPS["sparse_mla"].refusal("trtllm", *args.values()))
+    monkeypatch.setattr(vendor, "_arch", lambda: 10)
+    args["cache"] = args["cache"].new_zeros(65, 576)
+    assert "whole pages" in str(OPS["sparse_mla"].refusal("trtllm", *args.values()))
+    args["cache"] = args["cache"].new_zeros(64, 576)
+    assert OPS["sparse_mla"].refusal("trtllm", *args.values()) is None
+    packed = test_sparse_mla.arguments([1], layout="fp8_packed")
+    assert "float8" in str(OPS["sparse_mla"].refusal("trtllm", *packed.values()))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_flashinfer_rope(packages: None, interleaved: bool) -> None:
+    rows, slots = 5, torch.tensor([3, 0, 9, 7, 1], device=s.DEVICE)
+    args = {
+        "k_nope": s.randn((rows, 512), torch.bfloat16, 1), "k_rope": s.randn((rows, 64), torch.bfloat16, 2),
+        "positions": torch.arange(rows, device=s.DEVICE) * 3, "cos_sin_cache": s.randn((40, 64), seed=3).clamp(-1, 1),
+        "interleaved": interleaved, "cache": torch.zeros(10, 576, device=s.DEVICE).to(torch.float8_e4m3fn),
+        "slots": slots, "layout": "fp8",
+    }  # fmt: skip
+    found = []
+    for provider in ("flashinfer", "reference"):
+        args["cache"] = torch.zeros(10, 576, device=s.DEVICE).to(torch.float8_e4m3fn)
+        s.call("mla_rope_kv_store", provider, args)
+        found.append(args["cache"].float())
+    torch.testing.assert_close(found[0], found[1], rtol=2**-3, atol=2**-8)
+    assert OPS["mla_rope_kv_store"].choose(*args.values()) != "flashinfer"
 
 
 @pytest.mark.parametrize(("name", "provider"), PROVIDERS)
