@@ -23,6 +23,7 @@ _GAUGES = {
 def _client() -> Any:
     try:
         import prometheus_client
+        import prometheus_client.core
     except ImportError as error:
         raise ImportError("metrics: needs prometheus-client; pip install 'sparse-pcg[metrics]'") from error
     return prometheus_client

@@ -34,7 +34,7 @@ code { font: 12.5px/1.45 ui-monospace, monospace }
 ol, ul { padding-left: 0; list-style: none; margin: 0 }
 li { border-top: 1px solid var(--line); padding: .4rem 0 }
 li:target { background: color-mix(in srgb, var(--c) 18%, transparent) }
-li b { font-weight: 600 } li small { color: var(--soft); display: block }
+li b { font-weight: 600 } li small { color: var(--soft); display: block } summary small { display: inline !important }
 dl { display: grid; grid-template-columns: minmax(0, 11rem) minmax(0, 1fr); gap: .2rem .8rem; margin: 0 }
 dt { color: var(--soft) } dd { margin: 0 }
 summary { cursor: pointer } .off { color: var(--cut) }
