@@ -29,7 +29,7 @@ def plot(result: Mapping[str, Any], path: Path | str) -> None:
         raise ValueError(f"plot: result['bench'] must be one of {sorted(kinds)}, got {result.get('bench')!r}")
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     try:
-        draw(axes, result)
+        draw(axes, dict(result))
         machine, versions = result.get("machine", {}), result.get("versions", {})
         where = f"{machine.get('device', '')}, torch {versions.get('torch', '?')}"
         figure.supxlabel(where, fontsize=8, color="#475569")
