@@ -130,7 +130,8 @@ def provenance(root: Path | None = None) -> dict[str, Any]:
     root: where the commit is looked up, by default the folder of this package; "unknown" outside a checkout. The
     environment variable SPARSE_PCG_COMMIT names it where the files are a copy.
     """
-    machine: dict[str, Any] = {"device": platform.processor() or platform.machine(), "python": platform.python_version()}
+    machine: dict[str, Any] = {"device": platform.processor() or platform.machine()}
+    machine["python"] = platform.python_version()
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
         machine.update(
