@@ -46,7 +46,7 @@ def late(copy: Callable[..., None], delay: Callable[[], float], layer: int, pair
 
 
 def test_replay_equals_uncaptured_over_random_sequences() -> None:
-    runner, kv = on_gpu(16)
+    runner, kv = on_gpu(16, capture_sizes=(4, 8, 16, 32, 64))
     driver = Driver(Subject.of(runner, kv), seed=1)
     before = sparse_pcg.stats()
     for _ in range(150):
