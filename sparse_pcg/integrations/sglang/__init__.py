@@ -13,7 +13,7 @@ import re
 
 logger = logging.getLogger("sparse_pcg")
 
-FIRST, LAST = (0, 5, 13), (0, 5, 23)
+FIRST, LAST = (0, 5, 14), (0, 5, 23)
 
 
 def release_of(version: str) -> tuple[int, ...] | None:

@@ -24,6 +24,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
     def __init__(self, cuda_graph_runner: Any, serving: Serving, **kwargs: Any) -> None:
         super().__init__(cuda_graph_runner, **kwargs)
         self.serving = serving
+        self._runner = cuda_graph_runner
         self.variants = Variants(cuda_graph_runner, serving)
         self._forward_fns: dict[int, Callable[[], Any]] = {}
         self._kept: list[Any] = []
@@ -35,15 +36,24 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
             yield
         self.variants.report("breakable")
 
-    def capture_one(self, shape_key: Any, forward_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
-        """Warm up as SGLang does, then record the variants. Other arguments are only kept alive."""
+    def capture_one(
+        self,
+        shape_key: Any,
+        forward_fn: Callable[[], Any],
+        capture_inputs: Any = None,
+        post_warmup_hook: Callable[[], None] | None = None,
+    ) -> None:
+        """Warm up as SGLang does, then record the variants. ``capture_inputs`` are only kept alive."""
         size = shape_key.size
         if not self.serving.serves(size):
-            return super().capture_one(shape_key, forward_fn, *args, **kwargs)
+            return super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
         for _ in range(2):
             warm = self._settled(forward_fn)
+            if post_warmup_hook is not None:
+                post_warmup_hook()
         if self._shared_output_buffer is None:
-            self._shared_output_buffer = self._alloc_full_buffer(warm, size)
+            capacity = getattr(self._runner, "cuda_graph_output_capacity_rows", lambda output: None)(warm)
+            self._shared_output_buffer = self._alloc_full_buffer(warm, size if capacity is None else capacity)
         recorded: dict[str, RecordedPrefill] = {}
         for variant in self.variants.wanted:
             with self.variants.static_metadata(variant, size):
@@ -56,7 +66,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         self._graphs[shape_key] = recorded[CUT]
         self._outputs[shape_key] = self._slice_output(self._shared_output_buffer, rows)
         self._forward_fns[size] = forward_fn
-        self._kept.append((args, kwargs))
+        self._kept.append(capture_inputs)
         return None
 
     def _settled(self, forward_fn: Callable[[], Any]) -> Any:

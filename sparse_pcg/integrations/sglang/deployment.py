@@ -12,7 +12,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from sparse_pcg.counters import COUNTS
+from sparse_pcg.gates import ATTENTION, FEATURES, INDEXER, SHORT, Deployment, decide
+from sparse_pcg.options import Options
 
 from . import LAST, release_of
 from .rows import Rows
@@ -21,73 +25,80 @@ logger = logging.getLogger("sparse_pcg")
 
 # Implementations whose operands are as long as the bucket: physical slots per row and a length per row.
 PAGED = ("flashmla_sparse", "trtllm")
-SWITCHES = {
-    "attention": ("SPARSE_PCG_ATTN_IN_GRAPH", "SGLANG_ENABLE_DSA_PREFILL_ATTN_IN_CUDA_GRAPH"),
-    "indexer": ("SPARSE_PCG_INDEXER_PREP_IN_GRAPH", "SGLANG_ENABLE_DSA_PREFILL_INDEXER_PREP_IN_CUDA_GRAPH"),
-    "draft": ("SPARSE_PCG_DRAFT_IN_GRAPH", "SGLANG_ENABLE_NEXTN_DRAFT_PREFILL_CUDA_GRAPH"),
-    "short": ("SPARSE_PCG_SHORT_GRAPHS",),
-}
 
 
-def switched_off(feature: str, environ: Mapping[str, str] = os.environ) -> str | None:
-    """The kill switch that turns ``feature`` off, or None."""
-    for name in SWITCHES[feature]:
-        if environ.get(name, "1").strip().lower() in ("0", "false", "no", "off"):
-            return name
-    return None
+def argument(server_args: Any, name: str, default: Any = None) -> Any:
+    """A server argument as SGLang resolved it; ``default`` where this release has none of the name."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolution_result
+    except ImportError:  # releases that resolve their arguments in place
+        return getattr(server_args, name, default)
+    value = resolution_result(server_args, name, default)
+    return default if value is None else value
 
 
-def _gates(model_runner: Any) -> Iterator[str]:
-    """Every reason why attention must not be captured in this deployment."""
-    args, backend = model_runner.server_args, model_runner.attn_backend
+def deployment_of(model_runner: Any) -> Deployment:
+    """The deployment that a server's arguments and the attention backend that it built describe."""
+    backend = model_runner.attn_backend
+
+    def on(*names: str) -> bool:
+        return any(bool(argument(model_runner.server_args, name)) for name in names)
+
+    def ranks(name: str) -> int:
+        return max(1, int(argument(model_runner.server_args, name, 1)))
+
+    loaders = [name for name in ("enable_flexkv", "enable_lmcache", "radix_cache_backend") if on(name)]
+    prefill_cp = ranks("attn_cp_size")
+    if on("enable_dsa_prefill_context_parallel", "enable_prefill_cp", "enable_prefill_context_parallel"):
+        prefill_cp = max(prefill_cp, 2)
+    pooled = getattr(model_runner.model_config.hf_config, "index_kpool_size", None) or 1
+    return Deployment(
+        dcp=ranks("dcp_size"),
+        dp_attention=on("enable_dp_attention") or ranks("attn_dp_size") > 1,
+        prefill_cp=prefill_cp,
+        pp=ranks("pp_size"),
+        hisparse=on("enable_hisparse") or getattr(backend, "hisparse_coordinator", None) is not None,
+        kpool=max(int(pooled), int(getattr(backend, "kpool", 1) or 1)),
+        two_batch_overlap=on("enable_two_batch_overlap"),
+        page_sharded_kv=getattr(backend, "_kv_shard_pool", None) is not None,
+        layer_kv_loader=", ".join(loaders) or None,
+        indexer_lora=on("enable_lora"),
+    )
+
+
+def _objections(model_runner: Any) -> Iterator[str]:
+    """What else of a SGLang server speaks against captured attention."""
+    backend = model_runner.attn_backend
     if type(backend).__name__ != "DeepseekSparseAttnBackend":
         yield f"the attention backend is {type(backend).__name__}, not sparse attention"
         return
-
-    def on(name: str) -> Any:
-        return getattr(args, name, None)
-
-    if (on("dcp_size") or 1) > 1:
-        yield "decode context parallelism"
-    if on("enable_dp_attention"):
-        yield "data-parallel attention"
-    if on("enable_dsa_prefill_context_parallel") or (on("attn_cp_size") or 1) > 1 or on("enable_prefill_cp"):
-        yield "prefill context parallelism"
-    if on("enable_hisparse") or getattr(backend, "hisparse_coordinator", None) is not None:
-        yield "hierarchical sparse attention"
-    if on("enable_two_batch_overlap"):
-        yield "two-batch overlap"
-    if getattr(backend, "_kv_shard_pool", None) is not None:
-        yield "page-sharded KV"
-    if getattr(model_runner.model_config.hf_config, "index_kpool_size", 1) not in (None, 1) or getattr(
-        backend, "kpool", 1
-    ) not in (None, 1, False):
-        yield "k-pool"
-    for name in ("enable_flexkv", "enable_lmcache", "radix_cache_backend"):
-        if on(name):
-            yield f"a per-layer KV loader ({name})"
-    if on("enable_lora"):
-        yield "LoRA"
-    if on("enable_return_indexer_topk"):
+    if argument(model_runner.server_args, "enable_return_indexer_topk"):
         yield "selections returned to the client"
     if os.environ.get("SGLANG_DSA_TOPK_BROADCAST", "0").lower() in ("1", "true", "yes"):
         yield "SGLANG_DSA_TOPK_BROADCAST"
     if not getattr(backend, "use_fused_topk", True):
         yield "top-k and page lookup are not fused"
     impl = getattr(backend, "dsa_prefill_impl", None)
-    fp8 = getattr(backend, "dsa_kv_cache_store_fp8", False)
-    if (
-        impl not in PAGED
-        or (impl == "flashmla_sparse" and fp8)
-        or getattr(backend, "enable_auto_select_prefill_impl", False)
-    ):
+    fp8 = bool(getattr(backend, "dsa_kv_cache_store_fp8", False))
+    chosen_per_batch = getattr(backend, "enable_auto_select_prefill_impl", False)
+    if impl not in PAGED or (impl == "flashmla_sparse" and fp8) or chosen_per_batch:
         yield f"operands of {impl!r}{' on an fp8 cache' if fp8 else ''} are not as long as the bucket"
+
+
+def _reasons(model_runner: Any) -> dict[str, str]:
+    """Feature -> why it is off; a feature that is on is not in it."""
+    own = "; ".join(_objections(model_runner))
+    if own:
+        return {feature: own for feature in FEATURES}
+    gates = decide(deployment_of(model_runner), Options(), torch.device(model_runner.attn_backend.device))
+    return {gate.feature: gate.reason for gate in gates if not gate.on}
 
 
 class Serving:
     """One prefill runner's answers.
 
-    attention, indexer, short: captured or not. reasons: feature -> why not. floor: the smallest bucket captured.
+    attention, indexer, short: captured or not. reasons: feature (``sparse_pcg.gates``) -> why not.
+    floor: the smallest bucket captured.
     """
 
     def __init__(self, cuda_graph_runner: Any, release: str) -> None:
@@ -95,23 +106,12 @@ class Serving:
         self.release = release
         self.attn_backend = model_runner.attn_backend
         self.pool = getattr(model_runner, "token_to_kv_pool", None)
-        self.reasons: dict[str, str] = {}
-        gate = next(_gates(model_runner), None)
-        for feature in ("attention", "indexer", "short"):
-            off = switched_off(feature)
-            if gate is not None:
-                self.reasons[feature] = gate
-            elif off is not None:
-                self.reasons[feature] = f"{off}=0"
-            elif feature != "attention" and "attention" in self.reasons:
-                self.reasons[feature] = "attention is not captured"
-        if "indexer" in self.reasons:
-            self.reasons.setdefault("short", "the indexer is not captured")
-        self.attention = "attention" not in self.reasons
-        self.indexer = "indexer" not in self.reasons
-        self.short = "short" not in self.reasons
-        for reason in set(self.reasons.values()):
-            COUNTS.fallbacks[f"gate:{reason}"] += 1
+        self.reasons = _reasons(model_runner)
+        self.attention = ATTENTION not in self.reasons
+        self.indexer = INDEXER not in self.reasons
+        self.short = SHORT not in self.reasons
+        for feature in self.reasons:
+            COUNTS.fallbacks[f"gate:{feature}"] += 1
         # A draft takes its seed from the metadata after the forward; later releases publish what it has read.
         spec = getattr(model_runner, "spec_algorithm", None)
         speculative = spec is not None and not spec.is_none()
@@ -129,8 +129,6 @@ class Serving:
         """The smallest bucket whose rows are always more than half the SMs, where the kernel's order depends on it."""
         if self.attn_backend.dsa_prefill_impl != "trtllm":
             return 0
-        import torch
-
         regime = torch.cuda.get_device_properties(self.attn_backend.device).multi_processor_count // 2
         before = 0
         for bucket in sorted(buckets):
@@ -176,7 +174,7 @@ class Serving:
             )
             return
         cuts = sorted({plan.cuts for plan in plans.values()})
-        off = "; ".join(f"{feature} not captured: {why}" for feature, why in self.reasons.items())
+        off = "; ".join(f"{feature} off: {why}" for feature, why in self.reasons.items())
         logger.info(
             "sparse_pcg: SGLang %s %s: %d buckets %d..%d, cuts per prefill %s, %d short graphs with 0 cuts, "
             "attention %s in the graph%s",

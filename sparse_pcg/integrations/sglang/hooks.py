@@ -38,7 +38,7 @@ def register(release: str) -> None:
 
 def choose_backend(release: str, original: Callable[..., Any], cuda_graph_runner: Any) -> Any:
     """Our backend where SGLang would take its own of the same flag; SGLang's wherever ours cannot serve."""
-    flag = cuda_graph_runner.prefill_backend_name
+    flag = _flag(cuda_graph_runner)
     if flag not in ("breakable", "tc_piecewise"):
         return original(cuda_graph_runner)
     try:
@@ -51,8 +51,17 @@ def choose_backend(release: str, original: Callable[..., Any], cuda_graph_runner
     return make()
 
 
+def _flag(cuda_graph_runner: Any) -> str | None:
+    """The kind of prefill graph that the server was started with."""
+    flag: str | None = getattr(cuda_graph_runner, "prefill_backend_name", None)
+    if flag is None:  # releases in which the runner does not keep it
+        config = getattr(cuda_graph_runner.model_runner.server_args, "cuda_graph_config", None)
+        flag = config.prefill.backend if config is not None else None
+    return flag
+
+
 def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any] | None:
-    from .deployment import Serving
+    from .deployment import Serving, argument
 
     args = cuda_graph_runner.model_runner.server_args
     serving = Serving(cuda_graph_runner, release)
@@ -61,14 +70,14 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
         from .piecewise import SparsePCGPiecewiseBackend
 
         return lambda: SparsePCGPiecewiseBackend(cuda_graph_runner, serving)
-    if not serving.attention or getattr(args, "debug_cuda_graph", False):
+    if not serving.attention or argument(args, "debug_cuda_graph", False):
         serving.report(flag, {}, 0)
         return None
     install()
     from .breakable import SparsePCGBreakableBackend
 
     return lambda: SparsePCGBreakableBackend(
-        cuda_graph_runner, serving, enable_memory_saver=getattr(args, "enable_memory_saver", False)
+        cuda_graph_runner, serving, enable_memory_saver=argument(args, "enable_memory_saver", False)
     )
 
 
@@ -109,12 +118,14 @@ def install() -> None:
     def running() -> tuple[Any, Any]:
         return _running_batch(), get_attn_backend()
 
+    indexer = importlib.import_module(_INDEXER).Indexer
     for method, hook in {
         "_forward_cuda_k_only": select_everything,
         "_should_skip_logits_computation": skips_logits,
         "_get_topk_ragged": cut_selection(eager_on_graph, running),
     }.items():
-        HookRegistry.register(f"{_INDEXER}.Indexer.{method}", hook, HookType.AROUND)
+        if hasattr(indexer, method):
+            HookRegistry.register(f"{_INDEXER}.Indexer.{method}", hook, HookType.AROUND)
     HookRegistry.apply_hooks()
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -85,6 +86,16 @@ def _pointer(value: torch.Tensor) -> int:
 def _empty(func: Any) -> bool:
     return func in (torch.ops.aten.empty.memory_format, torch.ops.aten.new_empty.default,
                     torch.ops.aten.empty_like.default, torch.ops.aten.empty_strided.default)  # fmt: skip
+
+
+@contextmanager
+def capture(graph: FakeGraph, pool: Any = None, stream: Any = None) -> Iterator[None]:
+    """``torch.cuda.graph``."""
+    graph.capture_begin(pool)
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 class _Stream:

@@ -43,8 +43,21 @@ def _register_for_any_device() -> None:
     library.impl = impl
 
 
+def _indexer() -> Any:
+    """The indexer's module; some releases define its split op only where they see CUDA."""
+    module = srt("layers.attention.dsa.dsa_indexer")
+    if hasattr(module, "pcg_dsa_indexer_prefill_split"):
+        return module
+    utils = srt("utils")
+    before, utils.is_cuda = utils.is_cuda, lambda: True
+    try:
+        return importlib.reload(module)
+    finally:
+        utils.is_cuda = before
+
+
 _register_for_any_device()
-INDEXER = srt("layers.attention.dsa.dsa_indexer")
+INDEXER = _indexer()
 MLA = srt("models.deepseek_common.attention_forward_methods.forward_mla")
 BREAKABLE = srt("model_executor.runner_backend_utils.breakable_cuda_graph.context")
 
@@ -133,8 +146,12 @@ class AsIs(torch.Tensor):
 def patch_kernels() -> None:
     """Plain PyTorch in place of the GPU kernels; what asks for CUDA is told yes."""
     indexer, backend = INDEXER, srt("layers.attention.dsa_backend")
-    split, utils = srt("layers.attention.dsa.dsa_prefill_cuda_graph"), srt("layers.attention.dsa.utils")
-    split._is_cuda = indexer._is_cuda = True
+    utils = srt("layers.attention.dsa.utils")
+    indexer._is_cuda = True
+    if hasattr(indexer, "pcg_dsa_indexer_prefill_split"):
+        srt("layers.attention.dsa.dsa_prefill_cuda_graph")._is_cuda = True
+    else:
+        _ask_on_device(indexer.Indexer)
     utils.is_cuda = lambda: True
     utils.is_dsa_enable_prefill_cp = indexer.is_dsa_enable_prefill_cp = lambda: False
     kernel = sys.modules.setdefault("sgl_kernel", importlib.import_module("sgl_kernel"))
@@ -143,18 +160,32 @@ def patch_kernels() -> None:
     indexer.deep_gemm = SimpleNamespace(fp8_mqa_logits=fp8_mqa_logits)
     indexer.can_use_dsa_fused_store = lambda *a: True
     indexer.fused_k_indexer_norm_rope_store = _store_k
+    indexer.fused_store_index_k_cache = _store_k
     indexer.fused_q_indexer_rope_first_quant = _prepare_q
     backend.concat_mla_absorb_q_general = lambda nope, rope: torch.cat([nope, rope], -1)
     backend.is_cuda = lambda: False
-    srt("runtime_context").get_parallel()._overrides.update(
-        attn_cp_size=1, attn_cp_rank=0, attn_dp_rank=0, tp_rank=0, tp_size=1, dcp_enabled=False, dcp_size=1
-    )
+    parallel = getattr(srt("runtime_context"), "get_parallel", None)
+    if parallel is None:  # older releases keep no such context
+        return
+    parallel()._overrides.update(
+        attn_cp_size=1, attn_cp_rank=0, attn_dp_rank=0, tp_rank=0, tp_size=1, dcp_enabled=False, dcp_size=1,
+        tp_group=SimpleNamespace(barrier=lambda: None),
+    )  # fmt: skip
 
 
 class OnDevice(torch.Tensor):
     """The indexer asks which GPU its queries are on."""
 
     device = property(lambda self: SimpleNamespace(index=0))  # type: ignore[assignment]
+
+
+def _ask_on_device(cls: Any) -> None:
+    original = cls._get_topk_ragged
+
+    def asked(self: Any, dual: bool, batch: Any, layer_id: int, q: Any, *rest: Any) -> Any:
+        return original(self, dual, batch, layer_id, q.as_subclass(OnDevice), *rest)
+
+    cls._get_topk_ragged = asked
 
 
 def _prepare_q(q: Any, weights: Any, scale: float, cache: Any, positions: Any) -> Any:
@@ -213,87 +244,16 @@ def make_backend(pool: Pool, table: Any) -> Any:
     return own
 
 
-class Layer(torch.nn.Module):
-    """Projections around SGLang's indexer (``full`` layers) and its fused bmm + attention break."""
-
-    def __init__(self, layer_id: int, full: bool) -> None:
-        super().__init__()
-        self.layer_id, self.full = layer_id, full
-        self.q_a, self.q_b = Linear(HIDDEN, Q_LORA), Linear(Q_LORA, HEADS * (NOPE + ROPE))
-        self.kv, self.out = Linear(HIDDEN, LATENT + ROPE), Linear(HEADS * LATENT, HIDDEN)
-        self.w_kc = torch.nn.Parameter(torch.randn(HEADS, NOPE, LATENT) / NOPE**0.5, requires_grad=False)
-        self.indexer = make_indexer(layer_id) if full else None
-        self.attn = SimpleNamespace(
-            layer_id=layer_id, tp_q_head_num=HEADS, tp_k_head_num=1, head_dim=LATENT + ROPE, v_head_dim=LATENT,
-            scaling=0.3, is_cross_attention=False,
-        )  # fmt: skip
-
-    def forward(self, hidden: Any, positions: Any, batch: Any, before: Any) -> Any:
-        q_lora = self.q_a(hidden)[0]
-        q = self.q_b(q_lora)[0].view(-1, HEADS, NOPE + ROPE)
-        latent = self.kv(hidden)[0].unsqueeze(1)
-        q_nope, q_pe = q.split([NOPE, ROPE], -1)
-        bmm_out = q.new_empty(HEADS, q.shape[0], LATENT)
-        out = q.new_empty(q.shape[0], HEADS * LATENT)
-        if self.full:
-            before = torch.full((hidden.shape[0], TOPK), -1, dtype=torch.int32)
-            split = INDEXER.pcg_dsa_indexer_prefill_split
-            if BREAKABLE.is_in_breakable_cuda_graph():
-                split = INDEXER.bcg_dsa_indexer_prefill_split
-            split(layer_id=self.layer_id, x=hidden, q_lora=q_lora, positions=positions, topk_result=before)
-        attend = MLA.mla_bmm_then_unified_attention
-        if BREAKABLE.is_in_breakable_cuda_graph():
-            attend = MLA.bcg_mla_bmm_then_unified_attention
-        attend(
-            q_nope.transpose(0, 1), self.w_kc, bmm_out, bmm_out.transpose(0, 1), latent[..., :LATENT], out, True,
-            self.layer_id, q_pe, latent[..., LATENT:], topk_indices=before,
-        )  # fmt: skip
-        return hidden + torch.tanh(self.out(out)[0]), before
-
-
-class Body(torch.nn.Module):
-    """The transformer body: full indexers in layers 0 and 2, the others share."""
-
-    def __init__(self, layers: int = 4) -> None:
-        super().__init__()
-        self.embed = torch.nn.Embedding(64, HIDDEN)
-        self.embed.weight.requires_grad_(False)
-        self.layers = torch.nn.ModuleList(Layer(i, i in (0, 2)) for i in range(layers))
-
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, forward_batch: Any, input_embeds: Any = None
-    ) -> torch.Tensor:
-        hidden, before = self.embed(input_ids), None
-        hidden = hidden + positions[:, None].float() * 0.01
-        for layer in self.layers:
-            hidden, before = layer(hidden, positions, forward_batch, before)
-        return hidden
-
-
-class Outer(torch.nn.Module):
-    """The model around the body; its head is left out."""
-
-    def __init__(self, body: Body) -> None:
-        super().__init__()
-        self.model = body
-
-    def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
-        return self.model(input_ids, positions, forward_batch)
-
-
 class Runner:
     """As much of SGLang's prefill runner as the graph backends use."""
 
-    prefill_backend_name = "breakable"
-
-    def __init__(self, body: Body, seed: int = 0) -> None:
-        self.body = body
+    def __init__(self, body: Any, outer: Any, flag: str, device_module: Any) -> None:
+        self.body, self.prefill_backend_name, self.device_module = body, flag, device_module
         layers = len(body.layers)
         self.pool = Pool(layers)
         self.table = torch.zeros(4, 128, dtype=torch.int32)
         self.attn_backend = make_backend(self.pool, self.table)
         self.capture_num_tokens, self.max_num_tokens = list(BUCKETS), max(BUCKETS)
-        self.device_module = None
         self.model_runner = SimpleNamespace(
             server_args=SimpleNamespace(
                 debug_cuda_graph=False, enable_memory_saver=False, enable_torch_compile_debug_mode=False,
@@ -301,7 +261,7 @@ class Runner:
             ),
             tp_group=SimpleNamespace(barrier=lambda: None), attn_backend=self.attn_backend,
             token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=self.table),
-            model_config=SimpleNamespace(hf_config=SimpleNamespace()), model=Outer(body),
+            model_config=SimpleNamespace(hf_config=SimpleNamespace()), model=outer,
             spec_algorithm=SimpleNamespace(is_none=lambda: True),
         )  # fmt: skip
         n = max(BUCKETS)

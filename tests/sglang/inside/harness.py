@@ -1,0 +1,108 @@
+"""Servers for the tests: a runner with one of SGLang's graph backends, its own or ours, on emulated CUDA graphs."""
+
+from __future__ import annotations
+
+import copy
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from . import fake_graphs, host, layers
+
+RELEASE = version("sglang")
+BREAKABLE, PIECEWISE = "breakable", "tc_piecewise"
+# The flags whose graphs a sparse-attention model can use in this release.
+FLAGS = {"0.5.14": (PIECEWISE,), "0.5.23": (BREAKABLE,)}.get(RELEASE, (BREAKABLE, PIECEWISE))
+# (new tokens, prefix) per request, seed; TOPK is 8, so some are short and some are not.
+BATCHES = [
+    ([5], [0], 1), ([4, 3], [0, 0], 2), ([12], [0], 3), ([10, 9], [3, 20], 4), ([16], [0], 5), ([3], [2], 6),
+    ([1], [50], 7), ([8], [0], 8), ([9], [0], 9), ([4, 20], [1, 0], 10),
+]  # fmt: skip
+
+device_module = fake_graphs.device_module()
+
+
+class NoA2A:
+    """No expert parallelism."""
+
+    def is_deepep(self) -> bool:
+        return False
+
+    is_mooncake = is_deepep
+
+
+def prepare() -> None:
+    """Once a process: kernels, graphs and a process group of one."""
+    host.patch_kernels()
+    graphs = host.srt("model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph")
+    graphs.get_device_module = lambda: device_module
+    graphs._check_cuda_bindings = lambda: None
+    torch.cuda.CUDAGraph = fake_graphs.FakeGraph  # type: ignore[misc, assignment]
+    torch.cuda.graph = fake_graphs.capture  # type: ignore[misc, assignment]
+    for name in (BREAKABLE, PIECEWISE):
+        module = host.srt(f"model_executor.runner_backend.{name}_cuda_graph_backend")
+        module.set_graph_pool_id = lambda pool: None
+        module.get_or_create_global_graph_memory_pool = lambda device: (0, 7)
+        if hasattr(module, "get_moe_a2a_backend"):
+            module.get_moe_a2a_backend = NoA2A
+        if hasattr(module, "get_tensor_model_parallel_rank"):
+            module.get_tensor_model_parallel_rank = lambda: 0
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+
+
+def make_body(seed: int = 0) -> Any:
+    """A transformer body with weights of its own."""
+    torch.manual_seed(seed)
+    return layers.Body()
+
+
+class Server:
+    """A runner and its backend. ours: chosen through the plug-in's hook; else SGLang's own."""
+
+    def __init__(self, body: Any, flag: str, ours: bool, **arguments: Any) -> None:
+        body = copy.deepcopy(body)
+        self.runner = host.Runner(body, layers.Outer(body), flag, device_module)
+        vars(self.runner.model_runner.server_args).update(arguments)
+        module = host.srt(f"model_executor.runner_backend.{flag}_cuda_graph_backend")
+        cls = module.BreakableCudaGraphBackend if flag == BREAKABLE else module.TcPiecewiseCudaGraphBackend
+
+        def own(runner: Any) -> Any:
+            return cls(runner)
+
+        if ours:
+            from sparse_pcg.integrations.sglang.hooks import choose_backend
+
+            self.backend = choose_backend(RELEASE, own, self.runner)
+        else:
+            self.backend = own(self.runner)
+        self.runner.capture(self.backend)
+
+    def prefill(self, new: list[int], prefix: list[int], seed: int) -> torch.Tensor:
+        """The valid rows of one prefill, replayed."""
+        return self.runner.replay(self.backend, new, prefix, seed)
+
+    def pools(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latent KV and index keys of every slot but 0, which belongs to no request."""
+        pool = self.runner.pool
+        return pool.latent[:, 1:], pool.index[:, 1:]
+
+    @property
+    def graphs(self) -> dict[int, Any]:
+        """bucket -> variant -> recorded prefill."""
+        found: dict[int, Any] = self.backend.variants.graphs
+        return found
+
+
+def same(a: Server, b: Server, batches: Any = BATCHES) -> None:
+    """Both serve ``batches`` with equal bytes in outputs and caches."""
+    for new, prefix, seed in batches:
+        mine, theirs = a.prefill(new, prefix, seed), b.prefill(new, prefix, seed)
+        assert torch.isfinite(mine).all()
+        assert torch.equal(mine, theirs), (new, prefix)
+        for one, other in zip(a.pools(), b.pools(), strict=True):
+            assert torch.equal(one, other), (new, prefix)
+
+
