@@ -196,7 +196,8 @@ def _triton(
         split = slices > 1 and blocks[0] * blocks[1] < _FEW
         # Where no sums are needed, a pointer of the same type: both ways are one binary.
         sums = out.new_empty(slices, rows, heads) if split else out
-        _head_gate_kernel[(*blocks, slices if split else 1)](
+        grid = (*blocks, slices if split else 1)
+        _head_gate_kernel[grid](
             x, weight, q_scale, out, sums, x.stride(0), weight.stride(0), rows, heads, hidden,
             1 if split else slices, n_heads_inv_sqrt, softmax_scale,
             ROWS=_ROWS, HEADS=block, STEP=_STEP, SLICE=SLICE, STAGES=_STAGES, num_warps=_WARPS,

@@ -109,7 +109,6 @@ def _paged_mqa_logits_kernel(
     HEADS: tl.constexpr,
     HEADS_P2: tl.constexpr,
     ROWS: tl.constexpr,
-    KV: tl.constexpr,
     DIM: tl.constexpr,
     STAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -119,8 +118,8 @@ def _paged_mqa_logits_kernel(
 ) -> None:
     """As the ragged kernel, for each request that has rows here (in a sorted batch one, seldom two).
 
-    A tile is whole pages, one or two; their numbers are read one tile ahead, so that no tile waits for them. What
-    lies in a page beyond the request's tokens is read and not stored.
+    A tile is a page; its number is read one tile ahead, so that no tile waits for it. What lies in a page beyond the
+    request's tokens is read and not stored.
     """
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
@@ -129,9 +128,7 @@ def _paged_mqa_logits_kernel(
     owner = tl.where(length > 0, owner, 0x7FFFFFFF)
     q_tile, gates = _load_queries(q, weights, first, num_rows, HEADS, HEADS_P2, ROWS, DIM)
     out_row = out + row.to(tl.int64) * out_stride
-    at = tl.arange(0, KV)
-    token = at % PAGE_SIZE
-    PAGES: tl.constexpr = KV // PAGE_SIZE
+    at = tl.arange(0, PAGE_SIZE)
     step = tl.num_programs(1)
     request = tl.min(owner)
     while request < 0x7FFFFFFF:
@@ -139,24 +136,14 @@ def _paged_mqa_logits_kernel(
         longest = tl.max(seen)
         table = page_table + request.to(tl.int64) * table_stride
         final = tl.cdiv(longest, PAGE_SIZE) - 1
-        lower = tl.load(table + tl.minimum(tl.program_id(1) * PAGES, final)).to(tl.int64)
-        upper = lower
-        if PAGES > 1:
-            upper = tl.load(table + tl.minimum(tl.program_id(1) * PAGES + 1, final)).to(tl.int64)
-        for tile in tl.range(tl.program_id(1), tl.cdiv(longest, KV), step, num_stages=STAGES):
-            if PAGES > 1:
-                page = tl.where(at < PAGE_SIZE, lower, upper)
-                k_at = cache + (page * PAGE_ROW + token * DIM)[:, None]
-                scale_at = cache_scales + page * SCALE_ROW
-                upper = tl.load(table + tl.minimum((tile + step) * PAGES + 1, final)).to(tl.int64)
-            else:
-                k_at = cache + lower * PAGE_ROW + (token * DIM)[:, None]
-                scale_at = cache_scales + lower * SCALE_ROW
-            lower = tl.load(table + tl.minimum((tile + step) * PAGES, final)).to(tl.int64)
-            k_tile = tl.load(k_at + tl.arange(0, DIM)[None, :])
-            scale = tl.load(scale_at + SCALES_AT + token)
+        page = tl.load(table + tl.minimum(tl.program_id(1), final)).to(tl.int64)
+        for tile in tl.range(tl.program_id(1), final + 1, step, num_stages=STAGES):
+            k_page, scale_page = cache + page * PAGE_ROW, cache_scales + page * SCALE_ROW
+            page = tl.load(table + tl.minimum(tile + step, final)).to(tl.int64)
+            k_tile = tl.load(k_page + (at * DIM)[:, None] + tl.arange(0, DIM)[None, :])
+            scale = tl.load(scale_page + SCALES_AT + at)
             logits = _logits_tile(k_tile, scale, q_tile, gates, ROWS, HEADS_P2)
-            column = tile * KV + at
+            column = tile * PAGE_SIZE + at
             tl.store(out_row[None, :] + column[:, None], logits, mask=column[:, None] < seen[None, :])
         request = tl.min(tl.where(owner > request, owner, 0x7FFFFFFF))
 
@@ -176,6 +163,11 @@ def _grid(rows: int, width: int, tiles: dict[str, int]) -> tuple[int, int]:
     blocks = triton.cdiv(rows, tiles["ROWS"])
     steps = triton.cdiv(width, tiles["KV"])
     return blocks, max(1, min(triton.cdiv(steps, 4), triton.cdiv(1024, blocks)))
+
+
+def _paged(tiles: dict[str, int]) -> dict[str, int]:
+    """The constants of the paged kernel, whose tile is a page."""
+    return {**{name: value for name, value in tiles.items() if name != "KV"}, **_PAGED_CONSTANTS}
 
 
 _PAGED_CONSTANTS = {
@@ -214,8 +206,7 @@ def launch_paged_mqa_logits(
         width,
         page_table.stride(0),
         out.stride(0),
-        **tiles,
-        **_PAGED_CONSTANTS,
+        **_paged(tiles),
     )
 
 
@@ -268,7 +259,7 @@ KERNELS = [
                 "table_stride": "i32",
                 "out_stride": "i64",
             },
-            {**tiling(heads), **_PAGED_CONSTANTS},
+            _paged(tiling(heads)),
         ),
     )
 ]

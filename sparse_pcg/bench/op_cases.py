@@ -119,8 +119,8 @@ def _row_wise(b: Batch) -> Iterator[Case]:
         kv = torch.zeros(b.pages * PAGE, width, dtype=torch.uint8, device=device()).to(dtype)
         stored = width * kv.element_size()
         yield Case("mla_kv_store", layout, (latent, rope, kv, b.slots, layout), rows * (1152 + stored + 8))
-        args = (latent, rope, b.positions, b.table, True, kv, b.slots, layout)
-        yield Case("mla_rope_kv_store", layout, args, rows * (1152 + stored + 16 + 256))
+        with_rope = (latent, rope, b.positions, b.table, True, kv, b.slots, layout)
+        yield Case("mla_rope_kv_store", layout, with_rope, rows * (1152 + stored + 16 + 256))
 
 
 def _gates(b: Batch) -> Iterator[Case]:

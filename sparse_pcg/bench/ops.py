@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,7 @@ def _measure(
     }  # fmt: skip
 
 
-def plot_ops(axes: Any, result: dict[str, Any]) -> None:
+def plot_ops(axes: Any, result: Mapping[str, Any]) -> None:
     """The default's time over that of a copy of the same bytes, or over the bound where matrices are multiplied."""
     labels: list[str] = []
     series: dict[int, list[tuple[int, float]]] = {}
