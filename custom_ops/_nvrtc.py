@@ -88,11 +88,7 @@ def compile_cuda(
         return (ctypes.c_char_p * len(encoded))(*encoded)
 
     texts, names = strings((headers or {}).values()), strings(headers or {})
-    check(
-        nvrtc.nvrtcCreateProgram(
-            ctypes.byref(program), source.encode(), name.encode(), len(names), texts, names
-        )
-    )
+    check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), source.encode(), name.encode(), len(names), texts, names))
     try:
         check(nvrtc.nvrtcCompileProgram(program, len(arguments), strings(arguments)))
         size = ctypes.c_size_t()

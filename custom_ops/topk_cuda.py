@@ -120,7 +120,8 @@ def launch(
 ) -> None:
     """Write the selection of each row into ``out`` int32 [T, k], contiguous; the arguments of ``launch_topk``.
 
-    blocks: that share a row; None for it and for the tuning: as fits the shape and the device. Raises CudaError where the launch is refused.
+    blocks: that share a row; None for it and for the tuning: as fits the shape and the device. Raises CudaError
+    where the launch is refused.
     """
     rows, k = out.shape
     if rows == 0:
