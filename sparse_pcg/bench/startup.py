@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 
+from ..buckets import default_schedule
+from ..kv import PagedKV
+from ..models import DSAModel, preset
+from ..options import Options
+from ..runner import PrefillRunner
 from .memory import BUCKETS, rank_of_glm5_2, spread
 from .timing import device, provenance
 
@@ -24,8 +29,9 @@ def run_startup(
 ) -> dict[str, Any]:
     """Start the runner of ``model`` in a process of its own, twice: ``cold`` with empty cache folders, then ``warm``.
 
-    Returns per start the seconds of import, model, trace (Dynamo), split and compile, warm-up and capture, and the
-    number of pieces and distinct pieces; the head has machine, versions, commit and command.
+    Returns per start the seconds of import (interpreter and packages), model, trace (Dynamo), split and compile,
+    warm-up and capture, and the number of pieces and distinct pieces; the head has machine, versions, commit and
+    command.
 
     Raises ValueError for an unknown model, RuntimeError with the process's last words if a start fails.
     """
@@ -36,9 +42,9 @@ def run_startup(
     with tempfile.TemporaryDirectory() as folder:
         caches = {name: str(Path(folder) / part) for name, part in _CACHES.items()}
         for start in ("cold", "warm"):
-            arguments = json.dumps({"model": model, "largest": largest, "buckets": buckets, "compiler": compiler})
+            arguments = {"model": model, "largest": largest, "buckets": buckets, "compiler": compiler}
             done = subprocess.run(
-                [sys.executable, "-m", __name__, arguments],
+                [sys.executable, "-m", __name__, json.dumps({**arguments, "spawned": time.time()})],
                 env={**os.environ, **caches},
                 capture_output=True,
                 text=True,
@@ -49,16 +55,12 @@ def run_startup(
     return result
 
 
-def measure_start(model: str, largest: int, buckets: int, compiler: str) -> dict[str, Any]:
-    """One start in this process; see ``run_startup``."""
-    begun = time.perf_counter()
-    from ..buckets import default_schedule
-    from ..kv import PagedKV
-    from ..models import DSAModel, preset
-    from ..options import Options
-    from ..runner import PrefillRunner
-
+def measure_start(
+    model: str, largest: int, buckets: int, compiler: str, spawned: float | None = None
+) -> dict[str, Any]:
+    """One start in this process, which was spawned at ``spawned`` (``time.time()``); see ``run_startup``."""
     imported = time.perf_counter()
+    loading = time.time() - spawned if spawned is not None else 0.0
     where = device()
     config = rank_of_glm5_2() if model == "glm5_2" else preset("tiny")
     dtype = torch.bfloat16 if where == "cuda" else torch.float32
@@ -77,7 +79,7 @@ def measure_start(model: str, largest: int, buckets: int, compiler: str) -> dict
     graph = runner.graphs()[0]
     compile_seconds = sum({d.number: d.seconds for d in graph.distinct if d is not None and d.key}.values())
     return {
-        "import_seconds": imported - begun,
+        "import_seconds": loading,
         "model_seconds": built - imported,
         "trace_seconds": graph.started - built,
         "split_seconds": graph.build_seconds - compile_seconds,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -100,7 +101,8 @@ def test_memory_of_buckets_over_one_another() -> None:
 
 
 def test_a_start_in_its_phases() -> None:
-    result = measure_start("tiny", 16, 2, "eager")
+    result = measure_start("tiny", 16, 2, "eager", spawned=time.time() - 5)
+    assert 5 <= result["import_seconds"] < 6
     assert result["buckets"] == 2 and result["captures"] > 0 and result["distinct_pieces"] <= result["pieces"]
     assert all(v >= 0 for k, v in result.items() if k.endswith("_seconds")), result
 
