@@ -46,7 +46,7 @@ def hazards_page() -> str:
         "`sparse-pcg check module:factory`, or `sparse_pcg.check(module, *args)`, runs a copy of the model on the CPU "
         "as if on a GPU, and traces it. It exits with 1 if anything is found. What happens inside a cut op is its own "
         "affair; work within each row is fine, and so is a sum over rows before it, since pads come last. Give it at "
-        "least 4 rows, and a number of rows that is no width of the model: rows and columns cannot be mixed up then.\n\n"
+        "least 4 rows, and a number of rows that is no width of the model: rows and columns are then told apart.\n\n"
         "| kind | what happens | what to do |\n|---|---|---|\n" + "\n".join(rows) + "\n" + _WRITTEN
     )
 
