@@ -53,6 +53,7 @@ def flash_mla_sparse_fwd(
     assert use_legacy and q.shape[1] in (64, 128) and indices.shape[2] % 128 == 0 and topk_length is not None
     assert kv.shape[1:] == (1, 576) and indices.shape[:2] == (len(q), 1) and indices.dtype == torch.int32
     assert q.stride(2) == 1 and q.stride(0) * 2 % 16 == 0 and indices.is_contiguous() and d_v == 512
+    assert int(indices[:, 0, 0].min()) >= 0  # the reference would read slot 0 for it, FlashMLA does not
     q = q.contiguous()
     out = q.new_empty(*q.shape[:2], d_v)
     OPS["sparse_mla"].reference(q, kv[:, 0], indices[:, 0], topk_length, out, sm_scale, "bf16")
