@@ -134,6 +134,25 @@ def ops(
     finish(run, json_file, plot_file)
 
 
+@app.command()
+def peers(
+    layers: Annotated[int, typer.Option(help="Layers, with one cut each.")] = 60,
+    hidden: Annotated[int, typer.Option(help="Width of the model.")] = 1024,
+    tokens: Annotated[int, typer.Option(help="Token rows of a forward.")] = 512,
+    repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 40,
+    names: Annotated[str, typer.Option("--peers", help="Comma-separated; default all.")] = "",
+    compiler: Annotated[str, typer.Option(help="What compiles our pieces: inductor or eager.")] = "inductor",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """SGLang's own graph backends beside ours on the model of cut-cost: time, start-up, graph memory."""
+    from .peers import PEERS, run_peers
+
+    chosen = _words(names) or PEERS
+    sizes = {"layers": layers, "hidden": hidden, "tokens": tokens, "repeats": repeats}
+    finish(lambda: run_peers(**sizes, peers=chosen, compiler=compiler), json_file, plot_file)
+
+
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
 

@@ -22,7 +22,18 @@ def test_release(release: str) -> None:
         pytest.skip(f"SGLang {release} is not here (python -m tests.sglang.releases fetches it)")
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "SGLANG_"))}
     env.update(PYTHONPATH=os.pathsep.join(map(str, [*found, ROOT])), OMP_NUM_THREADS="1", TRITON_INTERPRET="1")
-    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-p", "no:cacheprovider", "--tb=short", "-rs"]
+    command = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--tb=short",
+        "--show-capture=no",
+        "-rs",
+    ]
     done = subprocess.run(
         [*command, "tests/sglang/inside"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=500
     )

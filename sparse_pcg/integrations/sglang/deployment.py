@@ -32,8 +32,9 @@ def argument(server_args: Any, name: str, default: Any = None) -> Any:
     try:
         from sglang.srt.arg_groups.overrides import resolution_result
     except ImportError:  # releases that resolve their arguments in place
-        return getattr(server_args, name, default)
-    value = resolution_result(server_args, name, default)
+        value = getattr(server_args, name, None)
+    else:
+        value = resolution_result(server_args, name, None)
     return default if value is None else value
 
 
@@ -51,14 +52,14 @@ def deployment_of(model_runner: Any) -> Deployment:
     prefill_cp = ranks("attn_cp_size")
     if on("enable_dsa_prefill_context_parallel", "enable_prefill_cp", "enable_prefill_context_parallel"):
         prefill_cp = max(prefill_cp, 2)
-    pooled = getattr(model_runner.model_config.hf_config, "index_kpool_size", None) or 1
+    pooled = getattr(model_runner.model_config.hf_config, "index_kpool", None) or 1
     return Deployment(
         dcp=ranks("dcp_size"),
         dp_attention=on("enable_dp_attention") or ranks("attn_dp_size") > 1,
         prefill_cp=prefill_cp,
         pp=ranks("pp_size"),
         hisparse=on("enable_hisparse") or getattr(backend, "hisparse_coordinator", None) is not None,
-        kpool=max(int(pooled), int(getattr(backend, "kpool", 1) or 1)),
+        kpool=max(int(pooled), int(getattr(backend, "dsa_index_kpool", None) or 1)),
         two_batch_overlap=on("enable_two_batch_overlap"),
         page_sharded_kv=getattr(backend, "_kv_shard_pool", None) is not None,
         layer_kv_loader=", ".join(loaders) or None,
@@ -72,6 +73,8 @@ def _objections(model_runner: Any) -> Iterator[str]:
     if type(backend).__name__ != "DeepseekSparseAttnBackend":
         yield f"the attention backend is {type(backend).__name__}, not sparse attention"
         return
+    if getattr(model_runner, "is_draft_worker", False):
+        yield "the draft model's prefill"
     if argument(model_runner.server_args, "enable_return_indexer_topk"):
         yield "selections returned to the client"
     if os.environ.get("SGLANG_DSA_TOPK_BROADCAST", "0").lower() in ("1", "true", "yes"):
@@ -89,7 +92,7 @@ def _reasons(model_runner: Any) -> dict[str, str]:
     """Feature -> why it is off; a feature that is on is not in it."""
     own = "; ".join(_objections(model_runner))
     if own:
-        return {feature: own for feature in FEATURES}
+        return dict.fromkeys(FEATURES, own)
     gates = decide(deployment_of(model_runner), Options(), torch.device(model_runner.attn_backend.device))
     return {gate.feature: gate.reason for gate in gates if not gate.on}
 

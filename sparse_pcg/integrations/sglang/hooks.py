@@ -7,6 +7,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sparse_pcg.gates import ATTENTION as ATTENTION_GATE
+
 from .recording import captured_attention, captured_indexer, cut_selection, select_everything, skips_logits
 
 logger = logging.getLogger("sparse_pcg")
@@ -70,6 +72,11 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
         from .piecewise import SparsePCGPiecewiseBackend
 
         return lambda: SparsePCGPiecewiseBackend(cuda_graph_runner, serving)
+    from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
+
+    if not hasattr(BreakableCudaGraphBackend, "_output_rows"):
+        serving.reasons[ATTENTION_GATE] = "this release's breakable graphs do not serve sparse attention"
+        serving.attention = False
     if not serving.attention or argument(args, "debug_cuda_graph", False):
         serving.report(flag, {}, 0)
         return None

@@ -10,6 +10,7 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from torch import fx
 
 from sparse_pcg.compiled_graph import CompiledGraph
+from sparse_pcg.counters import count_fallback
 from sparse_pcg.options import Options
 from sparse_pcg.plan import Step
 from sparse_pcg.split import CUT
@@ -65,6 +66,7 @@ class ServedGraph:
             if done is not None:
                 self._recorded[tokens] = done
                 return tuple(done[1])
+            count_fallback("recompile", f"SGLang compiled a graph while serving ({tokens} tokens)")
         return self.graph(*args)
 
     def run_breaking(self, inputs: Sequence[Any]) -> list[Any]:

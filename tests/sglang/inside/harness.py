@@ -104,5 +104,3 @@ def same(a: Server, b: Server, batches: Any = BATCHES) -> None:
         assert torch.equal(mine, theirs), (new, prefix)
         for one, other in zip(a.pools(), b.pools(), strict=True):
             assert torch.equal(one, other), (new, prefix)
-
-

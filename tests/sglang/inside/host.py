@@ -164,10 +164,11 @@ def patch_kernels() -> None:
     indexer.fused_q_indexer_rope_first_quant = _prepare_q
     backend.concat_mla_absorb_q_general = lambda nope, rope: torch.cat([nope, rope], -1)
     backend.is_cuda = lambda: False
-    parallel = getattr(srt("runtime_context"), "get_parallel", None)
-    if parallel is None:  # older releases keep no such context
-        return
-    parallel()._overrides.update(
+    runtime = srt("runtime_context")
+    if hasattr(runtime, "_build_config_bags"):  # releases that read arguments from published namespaces
+        bags = runtime._build_config_bags(srt("server_args").ServerArgs(model_path="none"))
+        object.__setattr__(runtime._CONTEXT, "_config_bags", bags)
+    runtime.get_parallel()._overrides.update(
         attn_cp_size=1, attn_cp_rank=0, attn_dp_rank=0, tp_rank=0, tp_size=1, dcp_enabled=False, dcp_size=1,
         tp_group=SimpleNamespace(barrier=lambda: None),
     )  # fmt: skip

@@ -41,9 +41,7 @@ class Layer(torch.nn.Module):
         self.w_kc = torch.nn.Parameter(torch.randn(HEADS, NOPE, LATENT) / NOPE**0.5, requires_grad=False)
         self.indexer = make_indexer(layer_id) if full else None
         if METHODS:
-            self.attn = self.attn_mqa = RADIX.RadixAttention(
-                HEADS, LATENT + ROPE, 0.3, 1, layer_id, v_head_dim=LATENT
-            )
+            self.attn = self.attn_mqa = RADIX.RadixAttention(HEADS, LATENT + ROPE, 0.3, 1, layer_id, v_head_dim=LATENT)
             return
         self.attn = SimpleNamespace(
             layer_id=layer_id, tp_q_head_num=HEADS, tp_k_head_num=1, head_dim=LATENT + ROPE, v_head_dim=LATENT,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from .harness import BATCHES, BREAKABLE, FLAGS, PIECEWISE, Server, make_body, same
+from .harness import BATCHES, FLAGS, Server, make_body, same
 
 
 @pytest.mark.parametrize("flag", FLAGS)

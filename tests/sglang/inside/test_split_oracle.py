@@ -28,7 +28,7 @@ def generated_break(x: torch.Tensor, out: torch.Tensor, factor: float) -> None:
 def _program(seed: int) -> Callable[[torch.Tensor], Any]:
     """Straight-line code over a few live tensors [rows, 6]: arithmetic, views, writes in place, breaks."""
     rng = random.Random(seed)
-    steps = [rng.choice(["add", "mul", "view", "inplace", "break", "break2", "rows"]) for _ in range(rng.randint(5, 14))]
+    steps = rng.choices(["add", "mul", "view", "inplace", "break", "break2", "rows"], k=rng.randint(5, 14))
     picks = [(rng.random(), rng.random()) for _ in steps]
     last = rng.randint(1, 3)
 

@@ -1,0 +1,106 @@
+"""SGLang's compile path: what its backend factory and its piece class get from us, and compiles while serving."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sparse_pcg
+from sparse_pcg.errors import CaptureError
+
+from . import fake_graphs
+from .harness import BATCHES, FLAGS, PIECEWISE, Server, host, make_body, same
+
+pytestmark = pytest.mark.skipif(PIECEWISE not in FLAGS, reason="this release has no tc_piecewise to choose")
+
+
+def test_a_compile_while_serving_never_captures() -> None:
+    body = make_body()
+    ours, own = Server(body, PIECEWISE, True), Server(body, PIECEWISE, False)
+    same(ours, own, BATCHES[:3])
+    captured = len(fake_graphs.CAPTURES), sparse_pcg.stats().captures
+    # What was recorded is out of reach, and Dynamo has to trace again with the batch that is served.
+    ours.backend.variants.graphs.clear()
+    torch._dynamo.reset()
+    before = sparse_pcg.stats().fallbacks.get("recompile", 0)
+    for _ in range(3):  # as many visits of a token count as a capture needs
+        same(ours, own, BATCHES[:4])
+    assert (len(fake_graphs.CAPTURES), sparse_pcg.stats().captures) == captured
+    assert sparse_pcg.stats().fallbacks["recompile"] > before  # it is counted, and logged once
+
+
+def _piece(visits_at: tuple[int, ...] = (16,), index: int = 0, total: int = 2) -> Any:
+    from sparse_pcg.integrations.sglang.piece_class import Piece
+
+    saved: list[int] = []
+    backend = SimpleNamespace(compiler_manager=SimpleNamespace(save_to_file=lambda: saved.append(1)))
+    config = SimpleNamespace(get_capture_sizes=lambda: list(visits_at))
+    piece = Piece(None, config, {}, (0, 7), index, total, [0], lambda n, x: (x * n,), backend)
+    return piece, saved
+
+
+def test_the_seven_phases_of_a_piece() -> None:
+    phase = host.srt("compilation.compile_phase")
+    warmup = phase.enable_torch_compile_warmup
+    x = torch.ones(16)
+    piece, saved = _piece(index=1)
+    before = len(fake_graphs.CAPTURES)
+    assert piece(16, x)[0][0] == 16  # first of all: the general graph
+    assert saved == [1]  # the last piece saves the compiler's cache
+    with warmup(), phase.set_pcg_capture_stream(object()):
+        for _ in range(3):
+            piece(16, x)
+    with phase.set_pcg_capture_stream(object()):
+        piece(7, x), piece(7, x), piece(7, x)  # not a token count to capture
+        piece(16, x)  # warms up
+        assert len(fake_graphs.CAPTURES) == before
+        real = piece(16, x)
+    assert len(fake_graphs.CAPTURES) == before + 1
+    assert fake_graphs.CAPTURES[-1].pool == (0, 7)
+    x.fill_(3.0)
+    assert piece(16, x)[0] is real[0] and real[0][0] == 48  # replayed
+    with pytest.raises(CaptureError, match="has moved"):
+        piece(16, x.clone())
+
+
+def test_without_a_stream_a_piece_runs_uncaptured() -> None:
+    piece, _ = _piece()
+    before = len(fake_graphs.CAPTURES)
+    for fill in range(5):
+        x = torch.full((16,), float(fill))
+        assert torch.equal(piece(16, x)[0], x * 16)
+    assert len(fake_graphs.CAPTURES) == before
+
+
+def test_a_piece_without_a_symbolic_size_is_never_captured() -> None:
+    piece, _ = _piece()
+    piece._row_arguments = []
+    phase = host.srt("compilation.compile_phase")
+    before = len(fake_graphs.CAPTURES)
+    with phase.set_pcg_capture_stream(object()):
+        for _ in range(4):
+            piece(16, torch.ones(16))
+    assert len(fake_graphs.CAPTURES) == before
+
+
+def test_the_piece_class_in_sglangs_own_split(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_pcg.integrations.sglang.piece_class import Piece
+
+    body = make_body()
+    own = Server(body, PIECEWISE, False)
+    made: list[Any] = []
+
+    class Counted(Piece):
+        def __init__(self, *args: Any) -> None:
+            assert len(args) == 9
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(host.srt("compilation.backend"), "CUDAPiecewiseBackend", Counted)
+    captured = len(fake_graphs.CAPTURES)
+    ours = Server(body, PIECEWISE, False)
+    assert made and len(fake_graphs.CAPTURES) > captured
+    same(ours, own)

@@ -1,0 +1,234 @@
+"""How SGLang loads the plug-in, what turns it off, and what a server's arguments leave on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import sparse_pcg
+import sparse_pcg.integrations.sglang as plugin
+from sparse_pcg.gates import ATTENTION, DRAFT, INDEXER, SHORT
+from sparse_pcg.integrations.sglang.deployment import deployment_of
+
+from .harness import BATCHES, BREAKABLE, FLAGS, RELEASE, Server, host, make_body, same
+
+PROJECT = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+UTILS = host.srt("model_executor.runner_backend.utils")
+
+
+@pytest.fixture
+def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """SGLang's loader with the entry point that the project declares."""
+    plugins = host.srt("plugins")
+    declared = PROJECT.split('[project.entry-points."sglang.srt.plugins"]')[1].split("\n\n")[0]
+    name, value = (part.strip().strip('"') for part in declared.strip().split("=", 1))
+    entry = EntryPoint(name, value, plugins.GENERAL_PLUGINS_GROUP)
+    monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == entry.group else [])
+    monkeypatch.setattr(plugins, "_plugins_loaded", False)
+    monkeypatch.delenv("SPARSE_PCG_SGLANG", raising=False)
+    own = UTILS.resolve_prefill_backend
+    yield plugins.load_plugins
+    UTILS.resolve_prefill_backend = own
+    host.srt("plugins.hook_registry").HookRegistry.reset()
+
+
+@pytest.mark.parametrize("off", [("SPARSE_PCG_SGLANG", "0"), ("SGLANG_PLUGINS", "another")])
+def test_turned_off_sglang_is_as_it_was(loading: Any, monkeypatch: pytest.MonkeyPatch, off: tuple[str, str]) -> None:
+    before = UTILS.resolve_prefill_backend
+    monkeypatch.setenv(*off)
+    loading()
+    assert UTILS.resolve_prefill_backend is before
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_loaded_it_serves_sglangs_own_flag(loading: Any, flag: str) -> None:
+    loading()
+    server = Server(make_body(), flag, True)  # installs the hooks on the indexer
+    chosen = UTILS.resolve_prefill_backend(server.runner)
+    assert type(chosen).__name__.startswith("SparsePCG")
+    server.runner.prefill_backend_name = "full"
+    if hasattr(server.runner.model_runner.server_args.cuda_graph_config.prefill, "backend"):
+        pytest.skip("this release reads the flag elsewhere")
+    with pytest.raises((ValueError, AttributeError)):
+        UTILS.resolve_prefill_backend(server.runner)  # SGLang's own function answers for other flags
+
+
+@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.24", "0.6.0", "main"])
+def test_a_release_it_does_not_know(
+    loading: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
+) -> None:
+    before = UTILS.resolve_prefill_backend
+    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    with caplog.at_level(logging.WARNING, "sparse_pcg"):
+        loading()
+    assert UTILS.resolve_prefill_backend is before
+    assert [version in r.getMessage() for r in caplog.records if r.name == "sparse_pcg"] == [True]
+
+
+@pytest.mark.parametrize("version", ["0.5.14", "0.5.17.post1", "0.5.19", "0.5.23"])
+def test_known_releases(version: str) -> None:
+    assert plugin.is_known(version)
+
+
+ALL = {ATTENTION, INDEXER, SHORT}
+ARGUMENTS: list[tuple[dict[str, Any], str]] = [
+    ({"dcp_size": 2}, "decode context"),
+    ({"attn_cp_size": 2}, "prefill context"),
+    ({"enable_prefill_cp": True}, "prefill context"),
+    ({"enable_hisparse": True}, "hisparse"),
+    ({"enable_two_batch_overlap": True}, "two-batch"),
+    ({"enable_lora": True}, "LoRA"),
+    ({"enable_lmcache": True}, "enable_lmcache"),
+    ({"radix_cache_backend": "other"}, "radix_cache_backend"),
+    ({"enable_return_indexer_topk": True}, "returned to the client"),
+    ({"enable_dp_attention": True}, "data-parallel"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "reason"), ARGUMENTS, ids=[next(iter(a)) for a, _ in ARGUMENTS])
+def test_server_arguments_that_rule_capture_out(arguments: dict[str, Any], reason: str) -> None:
+    flag = FLAGS[0]
+    runner = host.Runner(make_body(), None, flag, None)
+    vars(runner.model_runner.server_args).update(arguments)
+    serving = _serving(runner)
+    assert not (serving.attention or serving.indexer or serving.short)
+    assert all(reason in serving.reasons[feature] for feature in ALL)
+
+
+def _serving(runner: Any) -> Any:
+    from sparse_pcg.integrations.sglang.deployment import Serving
+
+    return Serving(runner, RELEASE)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dsa_prefill_impl": "fa3"}, "as long as the bucket"),
+        ({"dsa_kv_cache_store_fp8": True}, "fp8 cache"),
+        ({"enable_auto_select_prefill_impl": True}, "as long as the bucket"),
+        ({"use_fused_topk": False}, "not fused"),
+        ({"hisparse_coordinator": object()}, "hisparse"),
+        ({"_kv_shard_pool": object()}, "page-sharded"),
+        ({"dsa_index_kpool": 4}, "pooled indexer keys"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_attention_backends_that_rule_capture_out(change: dict[str, Any], reason: str) -> None:
+    runner = host.Runner(make_body(), None, FLAGS[0], None)
+    vars(runner.attn_backend).update(change)
+    assert reason in _serving(runner).reasons[ATTENTION]
+
+
+def test_a_draft_model_is_left_to_sglang() -> None:
+    runner = host.Runner(make_body(), None, FLAGS[0], None)
+    runner.model_runner.is_draft_worker = True
+    assert "draft" in _serving(runner).reasons[ATTENTION]
+
+
+def test_pipeline_stages_rule_only_the_draft_out() -> None:
+    runner = host.Runner(make_body(), None, FLAGS[0], None)
+    runner.model_runner.server_args.pp_size = 4
+    assert set(_serving(runner).reasons) == {DRAFT}
+    assert deployment_of(runner.model_runner).pp == 4
+
+
+KILLED = {
+    "SPARSE_PCG_ATTN_IN_GRAPH": ALL,
+    "SGLANG_ENABLE_DSA_PREFILL_ATTN_IN_CUDA_GRAPH": ALL,
+    "SPARSE_PCG_INDEXER_PREP_IN_GRAPH": {INDEXER, SHORT},
+    "SGLANG_ENABLE_DSA_PREFILL_INDEXER_PREP_IN_CUDA_GRAPH": {INDEXER, SHORT},
+    "SPARSE_PCG_SHORT_GRAPHS": {SHORT},
+}
+
+
+@pytest.mark.parametrize("name", KILLED)
+def test_kill_switches(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, "0")
+    sparse_pcg.reset()
+    runner = host.Runner(make_body(), None, FLAGS[0], None)
+    serving = _serving(runner)
+    assert set(serving.reasons) == KILLED[name]
+    assert all(sparse_pcg.stats().fallbacks[f"gate:{feature}"] >= 1 for feature in KILLED[name])
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize(
+    ("name", "cuts"),
+    [("SPARSE_PCG_INDEXER_PREP_IN_GRAPH", 2), ("SPARSE_PCG_SHORT_GRAPHS", 2)],
+    ids=["indexer", "short"],
+)
+def test_with_a_feature_off_outputs_stay(monkeypatch: pytest.MonkeyPatch, flag: str, name: str, cuts: int) -> None:
+    body = make_body()
+    own = Server(body, flag, False)
+    monkeypatch.setenv(name, "0")
+    ours = Server(body, flag, True)
+    same(ours, own, BATCHES[:5])
+    assert all(set(kept) == {"cut"} and kept["cut"].plan.cuts == 2 for kept in ours.graphs.values())
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_with_attention_off_sglangs_breaks_stay(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    body = make_body()
+    own = Server(body, flag, False)
+    monkeypatch.setenv("SPARSE_PCG_ATTN_IN_GRAPH", "0")
+    ours = Server(body, flag, True)
+    if flag == BREAKABLE:
+        assert type(ours.backend) is type(own.backend)
+    same(ours, own, BATCHES[:5])
+
+
+@pytest.mark.skipif(BREAKABLE in FLAGS, reason="breakable graphs serve sparse attention in this release")
+def test_breakable_graphs_of_releases_before_they_served_sparse_attention() -> None:
+    from sparse_pcg.integrations.sglang.hooks import choose_backend
+
+    runner = host.Runner(make_body(), None, BREAKABLE, None)
+    assert choose_backend(RELEASE, lambda given: "its own", runner) == "its own"
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_pending_loads_are_waited_for_in_full(flag: str) -> None:
+    server = Server(make_body(), flag, True)
+    waited: list[int] = []
+    counter = SimpleNamespace(consumer_index=0, num_layers=7, wait_until=waited.append)
+    server.runner.pool.layer_transfer_counter = counter
+    for batch in BATCHES[:3]:
+        server.prefill(*batch)
+    assert waited == [6, 6, 6]  # before each forward, its short ones too
+    counter.consumer_index = -1
+    server.prefill(*BATCHES[0])
+    assert waited == [6, 6, 6]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_one_line_says_that_it_is_on(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "sparse_pcg"):
+        Server(make_body(), flag, True)
+    lines = [r.getMessage() for r in caplog.records if "buckets" in r.getMessage()]
+    assert len(lines) == 1
+    for words in (RELEASE, flag, "2 buckets 16..32", "cuts per prefill 2", "2 short graphs with 0 cuts"):
+        assert words in lines[0]
+
+
+def test_rows_that_a_batch_sees() -> None:
+    from sparse_pcg.integrations.sglang.rows import Rows
+
+    table = torch.arange(64, dtype=torch.int32).view(4, 16) + 100
+    rows = Rows(8, 4, table)
+    batch = SimpleNamespace(
+        extend_seq_lens=torch.tensor([3, 2]), seq_lens=torch.tensor([3, 9]), req_pool_indices=torch.tensor([2, 0])
+    )
+    rows.fill(batch, 8)
+    assert rows.select_lens.tolist() == [1, 2, 3, 4, 4, 1, 1, 1]
+    assert rows.row_pool_index.tolist() == [2, 2, 2, 0, 0, 0, 0, 0]
+    chosen = torch.full((8, 4), 7, dtype=torch.int32)
+    rows.select_all(chosen)
+    assert chosen[2].tolist() == [132, 133, 134, -1]
+    assert chosen[6].tolist() == [0, -1, -1, -1]
