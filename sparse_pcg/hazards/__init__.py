@@ -84,12 +84,12 @@ def _served(runner: Any, stack: ExitStack) -> tuple[Any, tuple[Any, ...]]:
     batch = Batch(ids, [rows], [0], torch.tensor([request.pages], dtype=torch.int32, device=device))
     fill(runner.metadata, batch, check_batch(batch, runner.kv.num_pages, False))
     stack.enter_context(use_context(runner.kv.context(runner.metadata)))
-    names = [n for n in inspect.signature(runner.model.forward).parameters if n in ROW_BUFFERS]
-    model = runner.model
-
-    if list(inspect.signature(model.forward).parameters)[: len(names)] == names:
-        return model, tuple(getattr(runner.metadata, n)[:rows] for n in names)
-    raise ValueError("runner: the row buffers must be the first parameters of the model's forward")
+    buffers = {n: getattr(runner.metadata, n) for n in ROW_BUFFERS} | runner.further_rows
+    parameters = list(inspect.signature(runner.model.forward).parameters)
+    names = [n for n in parameters if n in buffers]
+    if parameters[: len(names)] != names:
+        raise ValueError("runner: the row buffers must be the first parameters of the model's forward")
+    return runner.model, tuple(buffers[n][:rows] for n in names)
 
 
 class _Checker:

@@ -19,9 +19,11 @@ from torch import nn
 
 import sparse_pcg
 from sparse_pcg import Finding, Options, PrefillRunner, check
+from sparse_pcg.drafting import DraftRunner
 from sparse_pcg.hazards import KINDS
 from sparse_pcg.kv import PagedKV
 from sparse_pcg.models import DSAModel, preset
+from sparse_pcg.models.nextn import NextN
 from tests.sparse_pcg import faulty, toys
 
 SOURCE = Path(faulty.__file__)
@@ -74,6 +76,14 @@ def test_the_reference_model_is_clean() -> None:
     runner = _runner(compiler="eager")
     assert check(runner) == []
     assert sparse_pcg.stats().captures == 0 and runner.captured == []
+
+
+def test_the_reference_draft_is_clean() -> None:
+    config = preset("tiny")
+    target, options = DSAModel(config, dtype=torch.float32), Options(capture_sizes=(16, 32), compiler="eager")
+    kv = PagedKV(config.num_layers + 1, num_pages=8, dtype=torch.float32)
+    runner = DraftRunner(NextN(target), kv, PrefillRunner(target, kv, options), options)
+    assert check(runner) == []
 
 
 def test_a_row_mixing_line_in_the_reference_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
