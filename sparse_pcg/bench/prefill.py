@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -74,10 +74,13 @@ class World:
                 return self.runner.forward(batch)
         return self.runner.forward(batch, "replay" if mode == "sparse_pcg-short" else mode)
 
-    def extend(self, mode: str, batch: Batch, out: PrefillOutput, seed: torch.Tensor) -> PrefillOutput:
-        """The draft's part: captured in our modes, eager in an engine's."""
+    def extend(
+        self, mode: str, batch: Batch, out: PrefillOutput, seed: torch.Tensor, tails: torch.Tensor | None = None
+    ) -> PrefillOutput:
+        """The draft's part: captured in our modes, eager in an engine's. tails: by default the sampled tokens."""
         kind = {"uncaptured": "uncaptured", "sparse_pcg": "replay", "sparse_pcg-short": "replay"}.get(mode, "eager")
-        return self.draft.forward(batch, out.hidden, out.logits.argmax(1), seed, kind)
+        with without_short(self.draft) if mode == "sparse_pcg" else nullcontext():
+            return self.draft.forward(batch, out.hidden, out.logits.argmax(1) if tails is None else tails, seed, kind)
 
     def request(self, prefix: int, new: int, seed: int) -> tuple[RequestPages, Batch]:
         """A request with ``prefix`` tokens in the caches already, and the batch that extends it alone."""
@@ -164,16 +167,21 @@ def full_graph(runner: PrefillRunner, batch: Batch, bucket: int) -> Iterator[Cal
     plan.clear()
 
 
-def busy_ms(run: Callable[[], Any]) -> float | None:
-    """Milliseconds that the GPU works in one call of ``run``: the sum over its kernels. None without a GPU."""
+def profiled(run: Callable[[], Any], kernels: int = 12) -> tuple[float | None, list[tuple[str, int, float]]]:
+    """Milliseconds that the GPU works in one call of ``run``, the sum over its kernels, and which take the most.
+
+    These are (name, how many, milliseconds), at most ``kernels`` of them. (None, []) without a GPU.
+    """
     if not torch.cuda.is_available():
-        return None
+        return None, []
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
-    return sum(event.self_device_time_total for event in profiler.key_averages()) / 1000
+    found = [(e.key[:120], e.count, e.self_device_time_total / 1000) for e in profiler.key_averages()]
+    found.sort(key=lambda kernel: -kernel[2])
+    return sum(ms for *_, ms in found), found[:kernels]
 
 
 def median_ms(seconds: list[float]) -> float:

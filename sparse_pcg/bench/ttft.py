@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from ..batch import Batch
+from ..counters import logger
 from ..runner import PrefillOutput
 from ..verification import same_bytes
-from .prefill import MODES, PAGE, World, busy_ms, full_graph, median_ms, rank_config
+from .prefill import MODES, PAGE, World, full_graph, median_ms, profiled, rank_config
 from .timing import provenance, write_json
 
 # (tokens in the caches, new tokens)
@@ -70,35 +71,56 @@ def run_ttft(
     began = time.perf_counter()
     sizes = tuple(sorted({new for _, new in rows}))
     world = World.build(config, sizes, -(-longest // PAGE) + 2, compiler)
-    seconds = {"weights": time.perf_counter() - began}
+    weights = time.perf_counter() - began
+    result: dict[str, Any] = {
+        "bench": "ttft",
+        **provenance(),
+        "model": {"name": model, "layers": config.num_layers, "experts": experts, "compiler": compiler},
+        **capture_all(world),
+    }
+    result["seconds"]["weights"] = weights
+    return measure_rows(world, result, rows, repeats, partial)
+
+
+def capture_all(world: World) -> dict[str, Any]:
+    """Capture every runner: their cuts, distinct pieces, bytes of graphs, seconds."""
+    seconds: dict[str, float] = {}
     memory: dict[str, int] = {}
     for name, runner in (("sparse_pcg", world.runner), ("draft", world.draft), ("engine-cuts", world.engine)):
         began, held = time.perf_counter(), world.runner.pool_bytes
         runner.capture(progress=False)
         seconds[f"capture {name}"] = time.perf_counter() - began
         memory[name] = world.runner.pool_bytes - held if name == "draft" else runner.pool_bytes
-    graph = world.runner.graphs()[0]
-    result: dict[str, Any] = {
-        "bench": "ttft",
-        **provenance(),
-        "model": {"name": model, "layers": config.num_layers, "experts": experts, "compiler": compiler},
-        "cuts": {"sparse_pcg": graph.cut_count, "engine-cuts": world.engine.graphs()[0].cut_count},
-        "distinct_pieces": {
-            "sparse_pcg": graph.distinct_count,
-            "engine-cuts": world.engine.graphs()[0].distinct_count,
-        },
+        logger.info("captured %s: %.1f s, %d bytes", name, seconds[f"capture {name}"], memory[name])
+    graphs = {"sparse_pcg": world.runner.graphs()[0], "engine-cuts": world.engine.graphs()[0]}
+    return {
+        "cuts": {name: graph.cut_count for name, graph in graphs.items()},
+        "distinct_pieces": {name: graph.distinct_count for name, graph in graphs.items()},
         "graph_bytes": memory,
         "seconds": seconds,
-        "rows": [],
     }
+
+
+def measure_rows(
+    world: World,
+    result: dict[str, Any],
+    rows: Sequence[tuple[int, int]],
+    repeats: int,
+    partial: Path | None = None,
+    patience: float = float("inf"),
+) -> dict[str, Any]:
+    """Fill ``result["rows"]``. patience: seconds after which a row takes no further turns (two it has in any case)."""
+    result["rows"] = []
     for number, (prefix, new) in enumerate(rows):
-        result["rows"].append(_row(world, prefix, new, repeats, number))
+        began = time.perf_counter()
+        result["rows"].append(_row(world, prefix, new, repeats, number, patience))
+        logger.info("measured %d + %d: %.1f s", prefix, new, time.perf_counter() - began)
         if partial is not None:
             write_json(partial, result)
     return result
 
 
-def _row(world: World, prefix: int, new: int, repeats: int, seed: int) -> dict[str, Any]:
+def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience: float) -> dict[str, Any]:
     pages, batch = world.request(prefix, new, seed)
     is_short = prefix + new <= world.config.index_topk
     modes = [m for m in MODES if is_short or m != "sparse_pcg-short"]
@@ -116,7 +138,10 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int) -> dict[s
             times: dict[str, list[float]] = {m: [] for m in ways}
             drafts: dict[str, list[float]] = {m: [] for m in modes}
             _settle()
+            began = time.perf_counter()
             for turn in range(repeats + 1):
+                if turn > 2 and time.perf_counter() - began > patience:
+                    break
                 for mode, run in ways.items():
                     if mode == "eager" and turn > min(repeats, 5):
                         continue  # far slower than all others, and no less steady
@@ -125,7 +150,7 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int) -> dict[s
                         times[mode].append(took)
                         if mode in drafts:
                             drafts[mode].append(draft)
-        busy = busy_ms(_way(world, "uncaptured", batch))
+        busy, kernels = profiled(_way(world, "uncaptured", batch))
     ms = {mode: median_ms(taken) for mode, taken in times.items()}
     return {
         "prefix": prefix,
@@ -134,6 +159,8 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int) -> dict[s
         "range_ms": {mode: [min(t) * 1000, max(t) * 1000] for mode, t in times.items()},
         "draft_ms": {mode: median_ms(taken) for mode, taken in drafts.items()},
         "gpu_busy_ms": busy,
+        "kernels": kernels,
+        "turns": len(times["sparse_pcg"]),
         "served": {m: list(s) for m, s in served.items()},
         "bitwise": bitwise,
     }
