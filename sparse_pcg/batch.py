@@ -124,7 +124,7 @@ def _check_pages(table: torch.Tensor, prefix_lens: list[int], kv_lens: list[int]
         raise ValueError(
             f"batch: page_table[{i}] must name pages 1 to {num_pages - 1} (page 0 holds the dummy slot), got {page}"
         )
-    uses = np.bincount(together, minlength=num_pages)
+    uses = np.bincount(together)
     for i, (row, begin) in enumerate(zip(used, prefix_lens, strict=True)):
         written = row[begin // PAGE :]
         if (uses[written] > 1).any():
@@ -146,6 +146,8 @@ class Staging:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        # An index, which torch resolves sooner than a device without one.
+        self._index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
         self._turn = 0
         self._hosts: list[torch.Tensor] = []
         self._devices: list[torch.Tensor] = []
@@ -169,7 +171,7 @@ class Staging:
             return torch.from_numpy(self._arrays[0])
         target = self._devices[self._turn]
         target[:words].copy_(self._hosts[self._turn][:words], non_blocking=True)
-        self._copied[self._turn].record()
+        self._copied[self._turn].record(torch.cuda.current_stream(self._index))
         return target
 
     def _grow(self, words: int) -> None:
