@@ -87,13 +87,15 @@ class Op:
         self._env = f"SPARSE_PCG_{self.name.upper()}"
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
-        """Check the arguments, choose a provider and run it: what the dispatcher calls."""
+        """Check the arguments, choose a provider for all of their rows and run it: what the dispatcher calls."""
         self.check(*args, **kwargs)
+        # Before rows are left out: what a graph of the whole bucket recorded is what runs on its valid rows.
+        provider = self.providers[self.choose(*args, **kwargs)]
         if self.rows:
             context = current_context()
             if context is not None and context.valid_rows_only and context.metadata is not None:
                 args, kwargs = self._valid_rows(context.metadata.num_rows, args, kwargs)
-        return self.providers[self.choose(*args, **kwargs)].run(*args, **kwargs)
+        return provider.run(*args, **kwargs)
 
     def cut_body(self, *args: Any, **kwargs: Any) -> Any:
         """``body`` as a break between graphs runs it: what has rows, in it or in what it stands for, on valid ones."""

@@ -16,7 +16,7 @@ from custom_ops._rows import next_power_of_two, unit_stride
 # The hidden dim is summed in slices of a fixed length, each from zero, and the slices are added in order. So it does
 # not matter who sums a slice: a row's gates depend neither on the other rows nor on their number.
 SLICE = 512
-_ROWS, _STEP, _STAGES, _WARPS = 64, 64, 5, 4
+_ROWS, _STEP, _STAGES, _WARPS = 64, 128, 5, 4
 _FEW = 100  # tiles of rows and heads below which a program a slice fills the GPU better than a program a tile
 
 
@@ -200,8 +200,8 @@ def _triton(
         _head_gate_kernel[grid](
             x, weight, q_scale, out, sums, x.stride(0), weight.stride(0), rows, heads, hidden,
             1 if split else slices, n_heads_inv_sqrt, softmax_scale,
-            ROWS=_ROWS, HEADS=block, STEP=_STEP, SLICE=SLICE, STAGES=_STAGES, num_warps=_WARPS,
-            enable_fp_fusion=False,
+            ROWS=_ROWS, HEADS=block, STEP=_STEP * 2 // x.element_size(), SLICE=SLICE, STAGES=_STAGES,
+            num_warps=_WARPS, enable_fp_fusion=False,
         )  # fmt: skip
         if split:
             _add_slices_kernel[(triton.cdiv(rows * heads, 256),)](

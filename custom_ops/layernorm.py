@@ -27,9 +27,11 @@ def normalized_rows(
     return mean, 1.0 / tl.sqrt_rn(variance + eps)
 
 
-# Elements of a program and of a warp.
+# Elements of a program and of a warp. Wide rows share a read of weight and bias, which are as long as they.
 _ELEMENTS = 1024
 _WARP_ELEMENTS = 1024
+_WIDE = 8192
+_WIDE_ELEMENTS = 32768
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -99,7 +101,7 @@ def _triton(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ep
     if x.numel():
         rows = as_rows(x, columns)
         width = next_power_of_two(columns)
-        block = max(1, _ELEMENTS // width)
+        block = max(1, (_WIDE_ELEMENTS if width >= _WIDE else _ELEMENTS) // width)
         _layernorm_kernel[(triton.cdiv(rows.shape[0], block),)](
             rows, weight, bias, out, rows.stride(0), rows.shape[0], columns, eps,
             HAS_BIAS=bias is not None, ROWS=block, WIDTH=width,
@@ -157,7 +159,7 @@ KERNELS = [
         },
         {"HAS_BIAS": True, "ROWS": rows, "WIDTH": width, "num_warps": warps},
     )
-    for rows, width, warps in ((8, 128, 4), (1, 8192, 16))
+    for rows, width, warps in ((8, 128, 1), (4, 8192, 16))
 ]  # fmt: skip
 
 

@@ -203,7 +203,7 @@ MQA_LOGITS = define(
         "triton": Provider(_triton_ragged),
         "deep_gemm": Provider(_deep_gemm, vendor.deep_gemm_supports, vendor.deep_gemm_missing),
     },
-    preference=("deep_gemm", "triton"),
+    preference=("triton", "deep_gemm"),
 )
 PAGED_MQA_LOGITS = define(
     "paged_mqa_logits(Tensor q_fp8, Tensor cache, Tensor weights, Tensor kv_lens, Tensor request_of_row,"

@@ -109,6 +109,7 @@ def _paged_mqa_logits_kernel(
     HEADS: tl.constexpr,
     HEADS_P2: tl.constexpr,
     ROWS: tl.constexpr,
+    KV: tl.constexpr,
     DIM: tl.constexpr,
     STAGES: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
@@ -118,8 +119,9 @@ def _paged_mqa_logits_kernel(
 ) -> None:
     """As the ragged kernel, for each request that has rows here (in a sorted batch one, seldom two).
 
-    A tile is a page; its number is read one tile ahead, so that no tile waits for it. What lies in a page beyond the
-    request's tokens is read and not stored.
+    A tile is whole pages, one or two; their numbers are read one tile ahead, so that no tile waits for them. A token's
+    page is an element of a tensor even where all are the same: with a scalar in its place the loop takes half as long
+    again (H200). What lies in a page beyond the request's tokens is read and not stored.
     """
     first = tl.program_id(0) * ROWS
     row = first + tl.arange(0, ROWS)
@@ -128,7 +130,9 @@ def _paged_mqa_logits_kernel(
     owner = tl.where(length > 0, owner, 0x7FFFFFFF)
     q_tile, gates = _load_queries(q, weights, first, num_rows, HEADS, HEADS_P2, ROWS, DIM)
     out_row = out + row.to(tl.int64) * out_stride
-    at = tl.arange(0, PAGE_SIZE)
+    at = tl.arange(0, KV)
+    token = at % PAGE_SIZE
+    PAGES: tl.constexpr = KV // PAGE_SIZE
     step = tl.num_programs(1)
     request = tl.min(owner)
     while request < 0x7FFFFFFF:
@@ -136,14 +140,16 @@ def _paged_mqa_logits_kernel(
         longest = tl.max(seen)
         table = page_table + request.to(tl.int64) * table_stride
         final = tl.cdiv(longest, PAGE_SIZE) - 1
-        page = tl.load(table + tl.minimum(tl.program_id(1), final)).to(tl.int64)
-        for tile in tl.range(tl.program_id(1), final + 1, step, num_stages=STAGES):
-            k_page, scale_page = cache + page * PAGE_ROW, cache_scales + page * SCALE_ROW
-            page = tl.load(table + tl.minimum(tile + step, final)).to(tl.int64)
-            k_tile = tl.load(k_page + (at * DIM)[:, None] + tl.arange(0, DIM)[None, :])
-            scale = tl.load(scale_page + SCALES_AT + at)
+        lower = tl.load(table + tl.minimum(tl.program_id(1) * PAGES, final))
+        upper = tl.load(table + tl.minimum(tl.program_id(1) * PAGES + PAGES - 1, final))
+        for tile in tl.range(tl.program_id(1), tl.cdiv(longest, KV), step, num_stages=STAGES):
+            page = tl.where(at < PAGE_SIZE, lower, upper).to(tl.int64)
+            lower = tl.load(table + tl.minimum((tile + step) * PAGES, final))
+            upper = tl.load(table + tl.minimum((tile + step) * PAGES + PAGES - 1, final))
+            k_tile = tl.load(cache + (page * PAGE_ROW + token * DIM)[:, None] + tl.arange(0, DIM)[None, :])
+            scale = tl.load(cache_scales + page * SCALE_ROW + SCALES_AT + token)
             logits = _logits_tile(k_tile, scale, q_tile, gates, ROWS, HEADS_P2)
-            column = tile * PAGE_SIZE + at
+            column = tile * KV + at
             tl.store(out_row[None, :] + column[:, None], logits, mask=column[:, None] < seen[None, :])
         request = tl.min(tl.where(owner > request, owner, 0x7FFFFFFF))
 
@@ -165,9 +171,9 @@ def _grid(rows: int, width: int, tiles: dict[str, int]) -> tuple[int, int]:
     return blocks, max(1, min(triton.cdiv(steps, 4), triton.cdiv(1024, blocks)))
 
 
-def _paged(tiles: dict[str, int]) -> dict[str, int]:
-    """The constants of the paged kernel, whose tile is a page."""
-    return {**{name: value for name, value in tiles.items() if name != "KV"}, **_PAGED_CONSTANTS}
+def paged_tiling(heads: int) -> dict[str, int]:
+    """The tiles of the paged kernel, which has less room for a state of 64 heads."""
+    return tiling(heads, pairs=128 if heads > 32 else 256)
 
 
 _PAGED_CONSTANTS = {
@@ -192,7 +198,7 @@ def launch_paged_mqa_logits(
     rows, width = out.shape
     if rows == 0 or width == 0:
         return
-    tiles = tiles or tiling(q_fp8.shape[1])
+    tiles = tiles or paged_tiling(q_fp8.shape[1])
     _paged_mqa_logits_kernel[_grid(rows, width, tiles)](
         q_fp8,
         cache.view(E4M3),
@@ -206,7 +212,8 @@ def launch_paged_mqa_logits(
         width,
         page_table.stride(0),
         out.stride(0),
-        **_paged(tiles),
+        **tiles,
+        **_PAGED_CONSTANTS,
     )
 
 
@@ -259,7 +266,7 @@ KERNELS = [
                 "table_stride": "i32",
                 "out_stride": "i64",
             },
-            _paged(tiling(heads)),
+            {**paged_tiling(heads), **_PAGED_CONSTANTS},
         ),
     )
 ]

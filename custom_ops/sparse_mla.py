@@ -105,7 +105,9 @@ SPARSE_MLA = define(
     check=_check,
     providers={
         "triton": Provider(launch_sparse_mla),
-        "flash_mla": Provider(vendor.flash_mla, vendor.flash_mla_supports, vendor.flash_mla_missing),
+        "flash_mla": Provider(
+            vendor.flash_mla, vendor.flash_mla_supports, vendor.flash_mla_missing, vendor.flash_mla_slower
+        ),
         "trtllm": Provider(
             trtllm_mla.run, trtllm_mla.supports, trtllm_mla.missing, row_regime=trtllm_mla.row_regime
         ),
@@ -133,7 +135,7 @@ def sparse_mla(
     the scores.
     A -1 within the length is skipped; in a row's first place it reads slot 0, so a row that selects nothing
     (a pad row) attends the dummy slot. Length 0 gives zeros. Softmax in float32; the reduction order of a row
-    depends on neither the other rows nor their number.
+    depends on the provider, which may be another for few rows than for many, and on nothing else outside the row.
     Raises ValueError naming the argument for a wrong dtype, shape, stride, layout or device; with
     ``debug_checks()`` also for slots outside the cache.
     """

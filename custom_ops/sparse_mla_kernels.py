@@ -249,6 +249,8 @@ def tiling(heads: int, compute: torch.dtype, layout: str = "bf16") -> dict[str, 
     if heads <= 16:
         tokens = 64 if layout == "bf16" else 32
         return {"HEAD_BLOCK": 16, "TOKENS": tokens, "CHUNK": 512, "TRANSPOSED": False, "STAGES": 3, "num_warps": 4}
+    if heads <= 32 and layout == "bf16":
+        return {"HEAD_BLOCK": 32, "TOKENS": 64, "CHUNK": 0, "TRANSPOSED": False, "STAGES": 3, "num_warps": 4}
     block = min(64, triton.next_power_of_2(heads))
     return {"HEAD_BLOCK": block, "TOKENS": 64, "CHUNK": 0, "TRANSPOSED": False, "STAGES": 2, "num_warps": 8}
 

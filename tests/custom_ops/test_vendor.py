@@ -3,6 +3,8 @@ references. What the packages themselves compute is compared on a GPU, where the
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -207,6 +209,26 @@ def test_flash_mla(packages: None, heads: int, k: int) -> None:
     args["topk"][1] = -1
     got, want = (test_sparse_mla.run(provider, args) for provider in ("flash_mla", "reference"))
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize(("rows", "heads", "chosen"), [(32, 8, "triton"), (33, 8, "flash_mla"), (32, 17, "flash_mla")])
+def test_who_serves_few_rows_is_a_matter_of_all_rows(
+    packages: None, monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, chosen: str
+) -> None:
+    """A break runs on the valid rows what the graph recorded for the bucket's."""
+    op, ran = OPS["sparse_mla"], []
+    for name, provider in op.providers.items():
+        run = partial(lambda name, q, *rest: ran.append((name, q.shape[0])), name)
+        monkeypatch.setitem(op.providers, name, replace(provider, run=run))
+    monkeypatch.setattr(_register, "_on_cuda", lambda args: True)
+    args = tuple(test_sparse_mla.arguments([1] * rows, heads, 4).values())
+    context = ForwardContext(batch([1], [5], rows=rows))
+    with use_context(context):
+        op.body(*args)
+        op.cut_body(*args)
+    assert ran == [(chosen, rows), (chosen, 5)]
+    monkeypatch.setattr(vendor, "_arch", lambda: 10)
+    assert op.providers["flash_mla"].slower(*args) is None
 
 
 def test_flash_mla_refuses(packages: None) -> None:
