@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from custom_ops.batch_metadata import current_context
+
+from ..backend import sparse_pcg
 from ..batch import Batch, check_batch, fill
 from ..drafting import DraftRunner
 from ..graph_runner import GraphRunner, no_grad, use_context
@@ -63,6 +66,7 @@ class World:
         runner = PrefillRunner(model, kv, options)
         with _environment(SPARSE_PCG_ATTN_IN_GRAPH="0"):
             engine = PrefillRunner(model, kv, options)
+        _trace_once(runner, engine)
         return cls(config, runner, engine, DraftRunner(NextN(model), kv, runner), kv)
 
     def forward(self, mode: str, batch: Batch) -> PrefillOutput:
@@ -88,6 +92,28 @@ class World:
         pages.extend(prefix + new)
         ids = torch.randint(self.config.vocab_size, (new,), generator=torch.Generator().manual_seed(seed))
         return pages, Batch(ids, [new], [prefix], page_table([pages]))
+
+
+def _trace_once(*runners: PrefillRunner) -> None:
+    """Have Dynamo trace the model that these runners share once, and each split what it traced its own way."""
+
+    def backend(gm: torch.fx.GraphModule, examples: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+        graphs: dict[frozenset[str], Callable[..., Any]] = {}
+        for runner in runners:
+            with use_context(runner._context(runner.metadata)):
+                graphs[runner.gates.whole] = sparse_pcg(gm, examples, **settings)
+
+        def run(*args: Any) -> Any:
+            context = current_context()
+            assert context is not None
+            return graphs[context.whole](*args)
+
+        return run
+
+    options = runners[0].options.to_dict()
+    compiled = torch.compile(runners[0].model, backend=backend, fullgraph=True, options=options)
+    for runner in runners:
+        runner._compiled = compiled
 
 
 @torch.no_grad()
