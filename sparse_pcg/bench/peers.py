@@ -209,7 +209,7 @@ def _breakable(model: nn.Module, x: torch.Tensor) -> Built:
         body(x)
     with (
         enable_breakable_cuda_graph(),
-        BreakableCUDAGraphCapture(cuda_graph=graph, pool=pool, stream=stream, barrier_fn=None),
+        BreakableCUDAGraphCapture(cuda_graph=graph, pool=pool, stream=stream),
     ):
         out = body(x)
     return graph.replay, lambda: out, started

@@ -27,6 +27,7 @@ ABSENT = {
     "deep_gemm",
     "einops",
     "fastapi",
+    "flash_mla",
     "flashinfer",
     "gguf",
     "interegular",

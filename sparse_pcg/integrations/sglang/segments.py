@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import torch
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as sglang_graphs
 
 from sparse_pcg.counters import COUNTS, LIVE
@@ -53,7 +54,7 @@ class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
         self._said.clear()
 
     def replay(self) -> None:
-        token = sglang_graphs._current_stream_var.set(sglang_graphs.get_device_module().current_stream())
+        token = sglang_graphs._current_stream_var.set(_device_module().current_stream())
         try:
             self.plan.replay()
         finally:
@@ -82,6 +83,27 @@ class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
         LIVE.discard(self)
 
 
+class _CaptureOfOlderReleases(sglang_graphs.BreakableCUDAGraphCapture):  # type: ignore[misc]
+    """For releases whose capture keeps its segments itself: each goes to the recorded prefill as it ends."""
+
+    def _end_current_segment(self) -> None:
+        super()._end_current_segment()
+        self.cuda_graph._append_segment(self.cuda_graph._segments.pop())
+
+
+def _capture(recorded: RecordedPrefill, pool: Any, stream: Any, barrier: Callable[[], None] | None) -> Any:
+    if hasattr(sglang_graphs.BreakableCUDAGraph, "_append_segment"):
+        return sglang_graphs.BreakableCUDAGraphCapture(
+            cuda_graph=recorded, pool=pool, stream=stream, barrier_fn=barrier
+        )
+    return _CaptureOfOlderReleases(cuda_graph=recorded, pool=pool, stream=stream)
+
+
+def _device_module() -> Any:
+    get = getattr(sglang_graphs, "get_device_module", None)
+    return torch.cuda if get is None else get()
+
+
 def _dropped() -> None:
     raise CaptureError("this prefill graph was dropped; restart the server or let SGLang capture again")
 
@@ -96,7 +118,7 @@ def record_prefill(
     with warnings.catch_warnings(record=True) as said, scope():
         warnings.simplefilter("always")
         recorded._said = said
-        with sglang_graphs.BreakableCUDAGraphCapture(cuda_graph=recorded, pool=pool, stream=stream, barrier_fn=barrier):
+        with _capture(recorded, pool, stream, barrier):
             yield recorded
     recorded._said = []
     COUNTS.graphs += 1

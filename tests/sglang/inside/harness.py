@@ -36,7 +36,11 @@ def prepare() -> None:
     """Once a process: kernels, graphs and a process group of one."""
     host.patch_kernels()
     graphs = host.srt("model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph")
-    graphs.get_device_module = lambda: device_module
+    if hasattr(graphs, "get_device_module"):
+        graphs.get_device_module = lambda: device_module
+    else:
+        for name, value in vars(device_module).items():
+            setattr(torch.cuda, name, value)
     graphs._check_cuda_bindings = lambda: None
     torch.cuda.CUDAGraph = fake_graphs.FakeGraph  # type: ignore[misc, assignment]
     torch.cuda.graph = fake_graphs.capture  # type: ignore[misc, assignment]
@@ -96,11 +100,30 @@ class Server:
         return found
 
 
-def same(a: Server, b: Server, batches: Any = BATCHES) -> None:
-    """Both serve ``batches`` with equal bytes in outputs and caches."""
+Served = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def served(server: Server, batches: Any = BATCHES) -> list[Served]:
+    """Output, latent KV and index keys after each batch."""
+    found = []
     for new, prefix, seed in batches:
-        mine, theirs = a.prefill(new, prefix, seed), b.prefill(new, prefix, seed)
-        assert torch.isfinite(mine).all()
-        assert torch.equal(mine, theirs), (new, prefix)
-        for one, other in zip(a.pools(), b.pools(), strict=True):
-            assert torch.equal(one, other), (new, prefix)
+        output = server.prefill(new, prefix, seed)
+        assert torch.isfinite(output).all()
+        found.append((output, *(pool.clone() for pool in server.pools())))
+    return found
+
+
+def expected(body: Any, flag: str, batches: Any = BATCHES) -> list[Served]:
+    """What SGLang's own graphs of this flag give, from a server that serves alone.
+
+    Another model of the same code would take the first one's compiled graphs away.
+    """
+    return served(Server(body, flag, False), batches)
+
+
+def equal(found: list[Served], wanted: list[Served]) -> None:
+    """Every byte of outputs and caches."""
+    assert len(found) == len(wanted)
+    for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
+        for one, other in zip(mine, theirs, strict=True):
+            assert torch.equal(one, other), number

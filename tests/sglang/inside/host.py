@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -62,13 +62,16 @@ MLA = srt("models.deepseek_common.attention_forward_methods.forward_mla")
 BREAKABLE = srt("model_executor.runner_backend_utils.breakable_cuda_graph.context")
 
 
-def flash_mla_sparse_fwd(q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, topk_length: Any = None) -> Any:
+def flash_mla_sparse_fwd(
+    q: Any, kv: Any, indices: Any, sm_scale: float, d_v: int, topk_length: Any = None, **sink: Any
+) -> Any:
     """[T, H, 576] over the chosen slots of [slots, 1, 576]; -1 is no slot."""
     chosen = indices[:, 0].long()
     valid = chosen >= 0
     if topk_length is not None:
         assert topk_length.shape[0] == q.shape[0]
         valid &= torch.arange(chosen.shape[1])[None] < topk_length[:, None]
+    assert valid.any(1).all(), "a row that attends nothing"  # NaN on a GPU, pad rows too
     rows = kv[chosen.clamp(min=0), 0]
     scores = torch.einsum("thd,tkd->thk", q, rows) * sm_scale
     scores = scores.masked_fill(~valid[:, None], float("-inf"))
@@ -156,8 +159,12 @@ def patch_kernels() -> None:
     utils.is_dsa_enable_prefill_cp = indexer.is_dsa_enable_prefill_cp = lambda: False
     kernel = sys.modules.setdefault("sgl_kernel", importlib.import_module("sgl_kernel"))
     kernel.fast_topk_transform_fused = fast_topk_transform_fused
-    importlib.import_module("sgl_kernel.flash_mla").flash_mla_sparse_fwd = flash_mla_sparse_fwd
+    for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
+        with suppress(ImportError):  # each release imports it from one of them
+            importlib.import_module(name).flash_mla_sparse_fwd = flash_mla_sparse_fwd
     indexer.deep_gemm = SimpleNamespace(fp8_mqa_logits=fp8_mqa_logits)
+    indexer.resolve_fp8_mqa_logits_fn = lambda: fp8_mqa_logits
+    indexer.mqa_logits_should_chunk = lambda **sizes: (False, 0)
     indexer.can_use_dsa_fused_store = lambda *a: True
     indexer.fused_k_indexer_norm_rope_store = _store_k
     indexer.fused_store_index_k_cache = _store_k
@@ -177,7 +184,7 @@ def patch_kernels() -> None:
 class OnDevice(torch.Tensor):
     """The indexer asks which GPU its queries are on."""
 
-    device = property(lambda self: SimpleNamespace(index=0))  # type: ignore[assignment]
+    device = property(lambda self: SimpleNamespace(index=0, type="cpu"))  # type: ignore[assignment]
 
 
 def _ask_on_device(cls: Any) -> None:
@@ -216,6 +223,7 @@ def make_indexer(layer_id: int) -> Any:
     own.is_torch_compile = False
     own.hidden_size, own.n_heads, own.head_dim, own.rope_head_dim = HIDDEN, INDEX_HEADS, INDEX_DIM, ROPE
     own.index_topk, own.layer_id, own.use_dsa_indexer_fusion = TOPK, layer_id, True
+    own.use_aiter_fused_fp8_writer = False
     own.alt_stream, own.dsa_enable_prefill_cp, own.logits_with_pp_recv = None, False, False
     own.softmax_scale, own.num_init_tokens, own.num_local_tokens, own.block_size = 1.0, 0, 0, 128
     own.wq_b, own.wk_weights_proj = Linear(Q_LORA, INDEX_HEADS * INDEX_DIM), Linear(HIDDEN, INDEX_DIM + INDEX_HEADS)
@@ -241,8 +249,29 @@ def make_backend(pool: Pool, table: Any) -> Any:
     own._arange_buf = torch.arange(1024, dtype=torch.int32)
     own.device_sm_major, own.speculative_num_draft_tokens, own.topk = 9, 0, 0
     own._build_topk_v2_plan = lambda lens: None
-    own._pad_heads = None
+    own._pad_heads = own._kv_shard_pool = None
+    own._is_in_breakable_cuda_graph = own._is_in_tc_piecewise_cuda_graph = lambda: True  # prefill runs in graphs here
+    own._get_device_sm, own._is_blackwell = (lambda: 90), (lambda: False)
+    own.dsa_index_kpool, own.physical_page_size, own.dcp_size, own.dcp_rank = 1, PAGE, 1, 0
+    own._sink_pad_cache, own.supports_mha_one_shot, own.num_q_heads = {}, False, HEADS
     return own
+
+
+@contextmanager
+def _published(batch: Any) -> Any:
+    """The batch and the prefill scope, where a release keeps them apart from its forward context."""
+    try:
+        publish, scope = (
+            srt("model_executor.runner_utils.forward_batch"),
+            srt("model_executor.runner_utils.prefill_graph"),
+        )
+    except ImportError:
+        yield
+        return
+    if not hasattr(batch, "_attn_output"):
+        batch._attn_output = None
+    with publish.set_forward_batch(batch), scope.prefill_graph_scope(full_graph=False):
+        yield
 
 
 class Runner:
@@ -322,6 +351,7 @@ class Runner:
         forward, tc = srt("model_executor.forward_context"), srt("model_executor.runner_backend_utils")
         tc = srt("model_executor.runner_backend_utils.tc_piecewise_cuda_graph")
         with (
+            _published(batch),
             forward.forward_context(forward.ForwardContext(attn_backend=self.attn_backend)),
             tc.set_tc_piecewise_forward_context(
                 batch, [layer.attn for layer in self.body.layers], None, None, None,
