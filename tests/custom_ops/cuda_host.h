@@ -33,6 +33,8 @@ using std::min;
 namespace host {
 
 constexpr int STACK = 64 << 10;
+constexpr int BEHIND = 64 << 10;  // bytes behind a block's shared memory, which nothing may write
+constexpr unsigned char UNTOUCHED = 0xa5;
 
 struct Rendezvous {
     int arrived = 0, generation = 0;
@@ -88,10 +90,11 @@ inline const unsigned* warp_meet(unsigned value) {
     return meet(current->block->warps[current->thread / 32], 32, current->thread % 32, value);
 }
 
-// Runs ``kernel`` on every thread of every block, a cluster at a time.
-inline void launch(unsigned grid, unsigned threads_of_block, unsigned cluster_blocks, size_t shared, unsigned seed,
+// Runs ``kernel`` on every thread of every block, a cluster at a time. False if one wrote behind its shared memory.
+inline bool launch(unsigned grid, unsigned threads_of_block, unsigned cluster_blocks, size_t shared, unsigned seed,
                    void (*kernel)()) {
     std::mt19937 random(seed);
+    bool inside = true;
     body = kernel;
     grid_size = grid;
     threads = threads_of_block;
@@ -102,7 +105,7 @@ inline void launch(unsigned grid, unsigned threads_of_block, unsigned cluster_bl
         fibers.resize(cluster_blocks * threads);
         for (auto& b : blocks) {
             b.warps.resize(threads / 32);
-            b.shared.assign(shared, 0xa5);
+            b.shared.assign(shared + BEHIND, UNTOUCHED);
         }
         std::vector<Fiber*> live;
         for (size_t i = 0; i < fibers.size(); ++i) {
@@ -130,7 +133,11 @@ inline void launch(unsigned grid, unsigned threads_of_block, unsigned cluster_bl
             }
             live.erase(std::remove_if(live.begin(), live.end(), [](Fiber* f) { return f->done; }), live.end());
         }
+        for (const auto& b : blocks) {
+            for (size_t i = shared; i < b.shared.size(); ++i) inside &= b.shared[i] == UNTOUCHED;
+        }
     }
+    return inside;
 }
 
 }  // namespace host

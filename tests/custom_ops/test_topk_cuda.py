@@ -55,7 +55,9 @@ def on_host(args: dict, blocks: int = 1, seed: int = 0, valid_rows: int | None =
         rows if valid_rows is None else valid_rows,
         k,
     )
-    library(built).topk_on_host(packed, rows, blocks, seed)
+    run = library(built).topk_on_host
+    run.restype = ctypes.c_bool
+    assert run(packed, rows, blocks, seed), "written behind the shared memory"
     assert (out[rows] == 77).all()
     return out[:rows]
 
@@ -69,6 +71,9 @@ def values_of(kind: str, rows: int, width: int, gen: torch.Generator) -> torch.T
         return torch.full((rows, width), -0.25)
     if kind == "ties":
         return torch.randint(-1, 2, (rows, width), generator=gen).float()
+    if kind == "signed zeros":  # and little above them
+        table = torch.tensor([0.0, -0.0, -1.0])
+        return torch.where(normal > 3, normal, table[torch.randint(0, 3, (rows, width), generator=gen)])
     if kind == "few values":
         return torch.randint(0, 40, (rows, width), generator=gen).float()
     if kind == "ascending":
@@ -89,8 +94,8 @@ def values_of(kind: str, rows: int, width: int, gen: torch.Generator) -> torch.T
     return normal
 
 
-KINDS = ("normal", "relu", "equal", "ties", "few values", "ascending", "descending", "mostly NaN", "burst", "spikes",
-         "special")  # fmt: skip
+KINDS = ("normal", "relu", "equal", "ties", "signed zeros", "few values", "ascending", "descending", "mostly NaN",
+         "burst", "spikes", "special")  # fmt: skip
 
 
 def make(kind: str, k: int, width: int, lengths: list[int], pad: int, seed: int) -> dict:

@@ -5,9 +5,10 @@
 
 static Arguments arguments;
 
-extern "C" void topk_on_host(const Arguments* a, unsigned rows, unsigned blocks_of_a_row, unsigned seed) {
+extern "C" bool topk_on_host(const Arguments* a, unsigned rows, unsigned blocks_of_a_row, unsigned seed) {
     arguments = *a;
-    host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, sizeof(Shared), seed, [] { topk_rows(arguments); });
+    return host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, sizeof(Shared), seed,
+                        [] { topk_rows(arguments); });
 }
 
 extern "C" int shared_bytes() { return sizeof(Shared); }
