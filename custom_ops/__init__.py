@@ -18,6 +18,7 @@ from custom_ops import indexer as _indexer
 from custom_ops import layernorm as _layernorm
 from custom_ops import metadata_fill as _metadata_fill
 from custom_ops import mla_cache as _mla_cache
+from custom_ops import moe_experts as _moe_experts
 from custom_ops import mqa_logits as _mqa_logits
 from custom_ops import rope as _rope
 from custom_ops import sparse_mla as _sparse_mla
@@ -40,6 +41,7 @@ logits_head_gate = _head_gate.logits_head_gate
 mla_attention = _composites.mla_attention
 mla_kv_store = _mla_cache.mla_kv_store
 mla_rope_kv_store = _mla_cache.mla_rope_kv_store
+moe_experts = _moe_experts.moe_experts
 mqa_logits = _mqa_logits.mqa_logits
 paged_mqa_logits = _mqa_logits.paged_mqa_logits
 quant_fp8 = _fp8_quant.quant_fp8
@@ -68,6 +70,7 @@ __all__ = [
     "mla_attention",
     "mla_kv_store",
     "mla_rope_kv_store",
+    "moe_experts",
     "mqa_logits",
     "paged_mqa_logits",
     "providers_of",

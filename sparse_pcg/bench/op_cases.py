@@ -176,6 +176,19 @@ def _attention(b: Batch) -> Iterator[Case]:
         yield Case("sparse_mla", f"{heads} heads, {selected} of {layout}", args, nbytes, flops)
 
 
+def _experts(b: Batch) -> Iterator[Case]:
+    hidden, experts, of, top = 6144, 4, 256, 8
+    x = b.normal(b.rows, hidden)
+    weights, chosen = b.gates(b.rows, of).topk(top)
+    ids = chosen.clamp(max=experts)
+    rows, used = int((ids < experts).sum()), len(ids.unique()) - 1
+    for inter in (2048, 256):
+        gate_up, down = b.normal(experts, 2 * inter, hidden), b.normal(experts, hidden, inter)
+        nbytes = 2 * (2 * x.numel() + used * 3 * inter * hidden) + 12 * ids.numel()
+        args = (x, gate_up, down, weights, ids, of)
+        yield Case("moe_experts", f"{experts} of {of} experts, {inter} wide", args, nbytes, 6 * rows * inter * hidden)
+
+
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Batch], Iterator[Case]]], ...] = (
     (
         ("hadamard", "apply_rope", "quant_fp8", "index_q_prepare", "layernorm", "index_k_store",
@@ -188,6 +201,7 @@ FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Batch], Iterator[Case]]], ...] 
         _indexer,
     ),
     (("sparse_mla",), _attention),
+    (("moe_experts",), _experts),
 )  # fmt: skip
 NAMES = tuple(name for names, _ in FAMILIES for name in names)
 

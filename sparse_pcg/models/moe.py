@@ -1,9 +1,7 @@
 """The MLPs: dense SwiGLU, and a mixture of experts with a sigmoid router.
 
-Every shape is a function of the number of rows and nothing is read by the host, so both ways of running the
-experts can be captured: ``experts_dense`` multiplies every row with every expert (few experts, any device
-and dtype); ``experts_grouped`` sorts the rows by expert and runs one grouped GEMM. Rows that are not valid
-go to no expert.
+Every shape is a function of the number of rows and nothing is read by the host, so all of it can be captured. The
+routed experts are one operator, ``custom_ops.moe_experts``. Rows that are not valid go to no expert.
 """
 
 from __future__ import annotations
@@ -11,6 +9,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import custom_ops
 
 from .config import ModelConfig
 
@@ -58,52 +58,6 @@ def local_ids(ids: torch.Tensor, valid: torch.Tensor, first: int, count: int) ->
     return torch.where(here, ids - first, count)
 
 
-def experts_dense(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """The weighted sum of each row's experts, every expert evaluated on every row.
-
-    x: [T, hidden]. gate_up: [experts, 2 * inter, hidden]. down: [experts, hidden, inter]. weights: of ``route``.
-    ids: of ``local_ids``. Returns [T, hidden] in x's dtype, zero where a row has no expert here.
-    """
-    count = gate_up.shape[0]
-    # The last column takes what goes to no expert here, several times over: it is dropped.
-    gates = weights.new_zeros((x.shape[0], count + 1)).scatter(1, ids, weights)[:, :count].unsqueeze(2)
-    # One GEMM over all experts each way; the second one sums over them.
-    hidden = swiglu(F.linear(x, gate_up.flatten(0, 1)).unflatten(1, gate_up.shape[:2])).float()
-    # where, not a product alone: an expert that a row does not use may overflow on it
-    weighted = torch.where(gates > 0, hidden * gates, 0.0).to(x.dtype)
-    return F.linear(weighted.flatten(1), down.transpose(0, 1).flatten(1))
-
-
-def experts_grouped(
-    x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor
-) -> torch.Tensor:
-    """What ``experts_dense`` computes, by a grouped GEMM over the rows sorted by expert."""
-    count, top = gate_up.shape[0], ids.shape[1]
-    # What goes to no expert here sorts behind the last one, where no group reaches: the GEMM skips it.
-    ordered, order = ids.flatten().sort(stable=True)
-    bounds = torch.arange(count, device=x.device)
-    ends = torch.searchsorted(ordered, bounds, right=True, out_int32=True)
-    rows = x.shape[0] * min(top, count)  # no row chooses an expert twice: the groups end before this
-    hidden = swiglu(F.grouped_mm(x[order[:rows] // top], gate_up.transpose(1, 2), offs=ends))
-    outputs = F.grouped_mm(hidden, down.transpose(1, 2), offs=ends)
-    place = torch.empty_like(order).scatter(0, order, torch.arange(order.shape[0], device=x.device))
-    here = (ids < count).unsqueeze(2)
-    per_choice = outputs[torch.where(here.flatten(), place, 0)].unflatten(0, (-1, top)).float()
-    return torch.where(here, per_choice * weights.unsqueeze(2), 0.0).sum(dim=1).to(x.dtype)
-
-
-def grouped_gemm_serves(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the grouped GEMM runs here as one kernel: bfloat16 on compute capability 9.0 or later.
-
-    Elsewhere PyTorch loops over the groups on the host, which cannot be captured.
-    """
-    return (
-        device.type == "cuda" and dtype == torch.bfloat16 and torch.cuda.get_device_capability(device)[0] >= 9
-    )
-
-
 class DenseMLP(nn.Module):
     """down(swiglu(gate_up(x))), row by row."""
 
@@ -136,12 +90,11 @@ class MoE(nn.Module):
         self.gate_up_proj = weight(self.count, 2 * inter, hidden, dtype=dtype, device=device)
         self.down_proj = weight(self.count, hidden, inter, dtype=dtype, device=device)
         self.shared = DenseMLP(hidden, config.shared_width, dtype, device) if config.shared_width else None
-        grouped = grouped_gemm_serves(self.router.device, dtype)
-        self.experts = experts_grouped if grouped else experts_dense
 
     def forward(self, x: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
         """x: [T, hidden]. valid: bool [T]; the other rows are routed to no expert. Returns [T, hidden]."""
         weights, ids = route(F.linear(x.float(), self.router), self.correction_bias, self.config)
         here = local_ids(ids, valid, self.first, self.count)
-        routed = self.experts(x, self.gate_up_proj, self.down_proj, weights, here)
+        total = self.config.n_routed_experts
+        routed = custom_ops.moe_experts(x, self.gate_up_proj, self.down_proj, weights, here, total)
         return routed if self.shared is None else routed + self.shared(x, valid)
