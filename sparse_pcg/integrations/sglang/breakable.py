@@ -21,6 +21,8 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
     ``index_topk`` tokens. A bucket below the floor of its attention kernel is captured as SGLang does.
     """
 
+    _shared_output_buffer: Any
+
     def __init__(self, cuda_graph_runner: Any, serving: Serving, **kwargs: Any) -> None:
         super().__init__(cuda_graph_runner, **kwargs)
         self.serving = serving
