@@ -17,6 +17,7 @@ import sparse_pcg
 from tests.sparse_pcg.toys import LIBRARY, same
 
 pytestmark = pytest.mark.gpu
+ROUNDS = 5
 
 
 class Fault:
@@ -210,13 +211,19 @@ def test_reset_gives_everything_back(kind: str) -> None:
         gc.collect()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info()
-        return torch.cuda.memory_reserved(), free
+        free, total = torch.cuda.mem_get_info()
+        return torch.cuda.memory_reserved(), total - free
 
     once()  # what is made once per process: workspaces, kernels
-    reserved, free = clean()
-    once()
-    assert torch.cuda.memory_reserved() > reserved + (64 << 20)
-    after_reserved, after_free = clean()
-    assert after_reserved <= reserved
-    assert after_free >= free - (2 << 20)
+    held, used = clean()
+    grown = []
+    for _ in range(ROUNDS):
+        once()
+        assert torch.cuda.memory_reserved() > held + (64 << 20)
+        reserved, now = clean()
+        assert reserved <= held
+        grown.append(now - used)
+        used = now
+    print("driver bytes more after each round:", grown)
+    # The driver counts every process on the device. What others take comes in some rounds, a leak comes in each.
+    assert min(grown) <= 0, grown

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import sparse_pcg
-from sparse_pcg.demo import run_demo
+from sparse_pcg.demo import read_prompt, run_demo
 from sparse_pcg.kv import PagedKV
 from sparse_pcg.models import DSAModel, preset
 from tests.sparse_pcg.test_runner import batch_of
@@ -115,7 +115,11 @@ def test_reset_gives_the_memory_back() -> None:
     assert clean() <= before
 
 
-def test_the_demo_holds() -> None:
-    text = (b"sparse attention on a graph, " * 40)[:1024]
+@pytest.mark.parametrize("repeats", [False, True])
+def test_the_demo_holds(repeats: bool) -> None:
+    """``repeats``: a text that repeats itself, and with it every choice that is nearly undecided."""
+    text = b"sparse attention on a graph, " * 40 if repeats else read_prompt(None)
     result = run_demo(text, "inductor", torch.device("cuda"), progress=False)
-    assert result.ok, result.rows
+    for row in result.rows:
+        print(row)
+    assert result.ok

@@ -11,8 +11,12 @@ import torch
 from typer.testing import CliRunner
 
 import sparse_pcg
-from sparse_pcg import demo
+from sparse_pcg import Options, PrefillRunner, demo
+from sparse_pcg.batch import Batch
 from sparse_pcg.cli import app
+from sparse_pcg.kv import PagedKV, page_table
+from sparse_pcg.models import DSAModel, preset
+from sparse_pcg.verification import TOLERANCE, pages_of, same_bytes
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +52,40 @@ def test_a_difference_is_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "same_bytes", lambda a, b: False)
     done = CliRunner().invoke(app, ["demo", "--compiler", "eager"])
     assert done.exit_code == 1 and "DIFFERS" in done.output
+
+
+def test_rows_that_eager_does_not_decide_are_judged_by_its_own_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = DSAModel(preset("tiny", num_layers=2), dtype=torch.float32)
+    kv = PagedKV(2, 8, index_layers=model.config.index_layers, dtype=torch.float32, device="cpu")
+    runner = PrefillRunner(model, kv, Options(capture_sizes=(64,), compiler="eager", graphs="off"))
+    weights = [p.clone() for p in model.parameters()]
+    with kv.request() as request:
+        request.extend(40)
+        ids = torch.randint(256, (40,), generator=torch.Generator().manual_seed(0))
+        batch = Batch(ids, [40], [0], page_table([request]))
+        runner.forward(batch)
+        eager = runner.forward(batch, "eager").hidden
+        runner.forward(batch)
+        written = pages_of(runner, request.pages)
+        noise = torch.randn(eager.shape, generator=torch.Generator().manual_seed(1))
+        rounded, wrong = eager * (1 + 2e-7 * noise), eager * (1 + 1e-4 * noise)
+        assert demo._judge(runner, batch, rounded, eager) == (True, None)
+        monkeypatch.setitem(TOLERANCE, torch.float32, 1e-9)  # as if every row were undecided
+        assert demo._judge(runner, batch, rounded, eager) == (True, 1.0)
+        assert demo._judge(runner, batch, wrong, eager) == (False, 1.0)
+        assert all(map(same_bytes, written, pages_of(runner, request.pages)))
+    assert all(map(same_bytes, weights, model.parameters()))
+
+
+@pytest.mark.parametrize(("close", "code"), [(True, 0), (False, 1)])
+def test_undecided_rows_are_explained(close: bool, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = demo.Row("fresh", 200, 256, "cut", 2, 195, 9.0, 5.0, 1.0, True, 3e-2, close, undecided=0.25)
+    machine = {"device": "a device", "torch": "2"}
+    result = demo.Result([row], machine, "eager", 1.0, 3, 3, {})
+    monkeypatch.setattr("sparse_pcg.cli.run_demo", lambda *args: result)
+    done = CliRunner().invoke(app, ["demo", "--compiler", "eager"])
+    assert done.exit_code == code, done.output
+    assert "fresh: 25% of the rows" in done.output and ("(TOO" in done.output) == (not close)
 
 
 @pytest.mark.parametrize(
