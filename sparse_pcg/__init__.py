@@ -8,7 +8,9 @@ import custom_ops as _ops  # noqa: F401  (registers the operators)
 from .backend import compile, freeze, reset
 from .batch import Batch
 from .counters import Stats, stats
+from .drafting import DraftRunner
 from .errors import CaptureError, FrozenError, OptionError, SparsePCGError
+from .gates import Deployment, Gate
 from .generation import generate
 from .hazards import Finding, check
 from .options import Options
@@ -20,8 +22,11 @@ from .runner import PrefillOutput, PrefillRunner
 __all__ = [
     "Batch",
     "CaptureError",
+    "Deployment",
+    "DraftRunner",
     "Finding",
     "FrozenError",
+    "Gate",
     "OptionError",
     "Options",
     "Plan",
