@@ -1,4 +1,4 @@
-"""Time to first token under load: a closed loop of lanes whose requests share prefill chunks, in every way of serving."""
+"""Time to first token under load: lanes in a closed loop whose requests share prefill chunks, however served."""
 
 from __future__ import annotations
 
@@ -126,9 +126,7 @@ def _summary(runs: list[list[float]]) -> dict[str, Any]:
     }
 
 
-def _loop(
-    world: World, mode: str, cached: RequestPages, new: int, lanes: int, each: int | None = None
-) -> list[float]:
+def _loop(world: World, mode: str, cached: RequestPages, new: int, lanes: int, each: int | None = None) -> list[float]:
     """Serve until every lane has had its requests; seconds to the first token of each."""
     each = each or (ALONE if lanes == 1 else TOGETHER)
     left = [each] * lanes

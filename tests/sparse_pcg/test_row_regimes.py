@@ -28,7 +28,7 @@ def splits(rows: int) -> int:
 
 
 def split_k_body(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """out = x @ weight, summed part by part and then over the parts; each row's order depends on the row count alone."""
+    """out = x @ weight, summed part by part and then over the parts; a row's order depends on the row count alone."""
     parts = splits(x.shape[0])
     sums = [torch.zeros_like(out) for _ in range(parts)]
     for k in range(x.shape[1]):
@@ -156,6 +156,7 @@ def test_no_valid_row_depends_on_the_others_of_its_batch(monkeypatch: pytest.Mon
     runner = build((64,))
     runner.capture(progress=False)
     seen: list[Any] = []
+
     def watched(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         seen.append((x.shape[0], out.shape[0], out._base is None or bool((out._base[x.shape[0] :] == 0).all())))
         split_k_body(x, weight, out)
