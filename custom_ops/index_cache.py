@@ -39,7 +39,7 @@ def store_keys(
     page, token = slot // 64, slot % 64
     scale = e4m3_scale(key, 1, ROUND_SCALE)
     dim = tl.arange(0, 128)[None, :]
-    tl.store(q_pages + page * 8448 + token * 128 + dim, to_e4m3(key, scale), mask=row_mask[:, None])
+    tl.store(q_pages + page * 8448 + token * 128 + dim, to_e4m3(key, scale, ROUND_SCALE), mask=row_mask[:, None])
     tl.store(scale_pages + page * 2112 + 2048 + token, scale, mask=row_mask[:, None])
 
 

@@ -16,7 +16,7 @@ from custom_ops._checks import FLOATS, check_tensor
 from custom_ops._register import Provider, define
 from custom_ops._rows import unit_stride
 from custom_ops.batch_metadata import PAGE
-from custom_ops.fp8_quant import largest_magnitude, quant_fp8_reference, scale_of_magnitude, to_e4m3
+from custom_ops.fp8_quant import magnitude, quant_fp8_reference, scale_of_magnitude, to_e4m3
 from custom_ops.hadamard import hadamard_reference, hadamard_rows
 from custom_ops.index_cache import (
     HEAD_DIM,
@@ -34,6 +34,8 @@ HADAMARD_SCALE = HEAD_DIM**-0.5
 
 _K_ROWS, _K_WARPS = 8, 4
 _Q_ROWS, _Q_WARPS = 16, 4
+# Transformed rows pass between threads again and again: in one warp no barrier is needed for it.
+_Q_HADAMARD_ROWS, _Q_HADAMARD_WARPS = 8, 1
 
 
 # A row is two tiles of 64: the rotated dims and the others. The last stage of the transform, the scale and the stores
@@ -63,11 +65,11 @@ def _store_row(
     ROUND_SCALE: tl.constexpr,
 ) -> None:
     """Quantise and write 128 elements to the e4m3 row pointers, and their scale; all [ROWS, 1]."""
-    largest = tl.maximum(largest_magnitude(low, 1), largest_magnitude(high, 1))
+    largest = tl.max(tl.maximum(magnitude(low), magnitude(high)), 1, keep_dims=True)
     scale = scale_of_magnitude(largest, ROUND_SCALE)
     dim = tl.arange(0, 64)[None, :]
-    tl.store(q_row + dim, to_e4m3(low, scale), mask=mask)
-    tl.store(q_row + 64 + dim, to_e4m3(high, scale), mask=mask)
+    tl.store(q_row + dim, to_e4m3(low, scale, ROUND_SCALE), mask=mask)
+    tl.store(q_row + 64 + dim, to_e4m3(high, scale, ROUND_SCALE), mask=mask)
     tl.store(scale_at, scale, mask=mask)
 
 
@@ -284,10 +286,11 @@ def _triton_q(
     if q.numel():
         q = unit_stride(q)
         rows, heads = q.shape[0] * q.shape[1], q.shape[1]
-        _q_prepare_kernel[(triton.cdiv(rows, _Q_ROWS),)](
+        block, warps = (_Q_HADAMARD_ROWS, _Q_HADAMARD_WARPS) if hadamard else (_Q_ROWS, _Q_WARPS)
+        _q_prepare_kernel[(triton.cdiv(rows, block),)](
             q, positions, cos_sin_cache, q_fp8, q_scale, q.stride(0), q.stride(1), rows, heads,
             INTERLEAVED=interleaved, HADAMARD=hadamard, ROUND_SCALE=round_scale,
-            ROWS=_Q_ROWS, num_warps=_Q_WARPS, enable_fp_fusion=False,
+            ROWS=block, num_warps=warps, enable_fp_fusion=False,
         )  # fmt: skip
     return q_fp8, q_scale
 
@@ -336,7 +339,11 @@ KERNELS = [
                 "q": "*bf16", "positions": "*i64", "table": "*fp32", "q_fp8": "*fp8e4nv", "q_scale": "*fp32",
                 "token_stride": "i32", "head_stride": "i32", "num_rows": "i32", "heads": "i32",
             },
-            {"ROWS": 8, **route},
+            {
+                "ROWS": _Q_HADAMARD_ROWS if route["HADAMARD"] else _Q_ROWS,
+                "num_warps": _Q_HADAMARD_WARPS if route["HADAMARD"] else _Q_WARPS,
+                **route,
+            },
         )
         for route in _ROUTES
     ),

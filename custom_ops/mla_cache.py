@@ -57,11 +57,11 @@ def _store_kernel(
     latent = tl.load(k_nope + row[:, None, None] * nope_stride + element, mask=mask, other=0.0).to(tl.float32)
     if LAYOUT == "fp8_packed":
         scale = e4m3_scale(latent, 2, False)
-        tl.store(cache + slot[:, None, None] * 656 + element, to_e4m3(latent, scale), mask=mask)
+        tl.store(cache + slot[:, None, None] * 656 + element, to_e4m3(latent, scale, False), mask=mask)
         tl.store(scales + slot[:, None, None] * 164 + 128 + block, scale, mask=mask)
     elif LAYOUT == "fp8":
         one = tl.full(latent.shape, 1.0, tl.float32)
-        tl.store(cache + slot[:, None, None] * 576 + element, to_e4m3(latent, one), mask=mask)
+        tl.store(cache + slot[:, None, None] * 576 + element, to_e4m3(latent, one, True), mask=mask)
     else:
         tl.store(
             cache + slot[:, None, None] * 576 + element, latent.to(cache.dtype.element_ty), mask=mask
@@ -81,7 +81,7 @@ def _store_kernel(
         tl.store(rotated + slot[:, None] * 328 + 264 + dim, y.to(tl.bfloat16), mask=mask)
     elif LAYOUT == "fp8":
         one = tl.full(y.shape, 1.0, tl.float32)
-        tl.store(rotated + slot[:, None] * 576 + 512 + dim, to_e4m3(y, one), mask=mask)
+        tl.store(rotated + slot[:, None] * 576 + 512 + dim, to_e4m3(y, one, True), mask=mask)
     else:
         tl.store(rotated + slot[:, None] * 576 + 512 + dim, y.to(rotated.dtype.element_ty), mask=mask)
 
