@@ -23,6 +23,7 @@ stand_ins.install()
 
 HEADS, NOPE, LATENT, ROPE, INDEX_DIM, INDEX_HEADS, HIDDEN, Q_LORA, TOPK, PAGE = 2, 8, 16, 4, 8, 4, 24, 12, 8, 64
 BUCKETS = (16, 32)
+GRAPH_CONFIG = SimpleNamespace(prefill=SimpleNamespace(bs=list(BUCKETS), tc_compiler="eager"))
 
 
 def srt(name: str) -> Any:
@@ -174,6 +175,7 @@ def patch_kernels() -> None:
     runtime = srt("runtime_context")
     if hasattr(runtime, "_build_config_bags"):  # releases that read arguments from published namespaces
         bags = runtime._build_config_bags(srt("server_args").ServerArgs(model_path="none"))
+        bags["exec"].graph._set("cuda_graph_config", GRAPH_CONFIG)
         object.__setattr__(runtime._CONTEXT, "_config_bags", bags)
     runtime.get_parallel()._overrides.update(
         attn_cp_size=1, attn_cp_rank=0, attn_dp_rank=0, tp_rank=0, tp_size=1, dcp_enabled=False, dcp_size=1,
@@ -287,7 +289,7 @@ class Runner:
         self.model_runner = SimpleNamespace(
             server_args=SimpleNamespace(
                 debug_cuda_graph=False, enable_memory_saver=False, enable_torch_compile_debug_mode=False,
-                cuda_graph_config=SimpleNamespace(prefill=SimpleNamespace(bs=list(BUCKETS), tc_compiler="eager")),
+                cuda_graph_config=GRAPH_CONFIG,
             ),
             tp_group=SimpleNamespace(barrier=lambda: None), attn_backend=self.attn_backend,
             token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=self.table),
