@@ -20,9 +20,13 @@ from ..split import LIVE, split
 from .findings import Findings, is_model_code
 from .state import tensors_of
 
+# What earlier calls were given must not show: with one value of a number, and one shape, per name that Dynamo has seen,
+# it would make symbols of both, and a number that the trace depends on would go unseen.
+_ALONE = {"automatic_dynamic_shapes": False, "specialize_int": True}
 _VALUES = (int, float, bool, str)
 _ARGUMENT = re.compile(r"^(L\['args'\]|args)\[")
 _GLOBAL = re.compile(r"^G\['([^']+)'\]((?:\.\w+)+)$")
+_PLACE = re.compile(r" \((\S.*?):(\d+) in ")  # the first: what follows is the model's text, which may have another
 _USER_LINE = re.compile(r"#\s*(\S+):(\d+) in ")
 
 
@@ -44,7 +48,7 @@ def trace(
         bound = inspect.signature(getattr(module, "forward", module)).bind(*args).arguments
         numbers = {name: value for name, value in bound.items() if type(value) in (int, float)}
         tracer.numbers = numbers | {f"L[{name!r}]": value for name, value in numbers.items()}
-        with torch.no_grad():
+        with torch.no_grad(), torch._dynamo.config.patch(_ALONE):
             compiled = torch.compile(
                 _fresh(module), backend=tracer, fullgraph=True, options={"guard_filter_fn": tracer.guards}
             )
@@ -58,9 +62,8 @@ def trace(
         if rows in others:
             tracer.sizes = []  # every size is a symbol now, and equal sizes are one: which is meant cannot be told
         try:
-            # Past the first break: each later one shows in the graph that ends there. Numbers stay numbers, so that a
-            # guard tells where one is read.
-            with torch.no_grad(), torch._dynamo.config.patch(specialize_int=True):
+            # Past the first break: each later one shows in the graph that ends there.
+            with torch.no_grad(), torch._dynamo.config.patch(_ALONE):
                 again = torch.compile(
                     _fresh(module), backend=tracer, dynamic=True, options={"guard_filter_fn": tracer.guards}
                 )
@@ -169,10 +172,10 @@ class _Tracer:
         for segment in split(own, analyse(own, fake_mode), self.cuts):
             if segment.kind != LIVE:
                 continue
-            file, _, rest = segment.why.rpartition(" (")[2].rstrip(")").rpartition(" in ")[0].rpartition(":")
-            where = (file, int(rest)) if file and rest.isdigit() else self.default
+            place = _PLACE.search(segment.why)
+            where = (place.group(1), int(place.group(2))) if place else self.default
             if not self.findings.at(where):
-                self.findings.add("not_captured", where, segment.why.rpartition(" (")[0] or segment.why)
+                self.findings.add("not_captured", where, segment.why[: place.start()] if place else segment.why)
 
 
 def _is_state_of_an_object(named: str, file: str) -> bool:

@@ -29,7 +29,14 @@ _CPU = torch.device("cpu")
 _T = torch.Tensor
 _DEVICE_OF = _T.device.__get__  # type: ignore[attr-defined]
 # What hands data to Python without passing the dispatcher, where the data is on the CPU.
-_SILENT_READS = {_T.tolist: "tolist()", _T.numpy: "numpy()", _T.__array__: "a numpy conversion"}
+_SILENT_READS = {
+    _T.tolist: "tolist()",
+    _T.numpy: "numpy()",
+    _T.__array__: "a numpy conversion",
+    _T.__repr__: "printing a tensor",
+}
+# What reads values on the CPU to check its arguments, and on a GPU leaves that to its kernels.
+_CHECKED_ON_CPU = (torch.quantile, torch.nanquantile, _T.quantile, _T.nanquantile)
 _MOVES = (_T.to, _T.cpu, _T.cuda)
 _ALLOCATIONS = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided")
 
@@ -67,6 +74,7 @@ class Watch:
         self.written: set[tuple[int, torch.dtype]] = set()
         self.target: str | None = None  # where the Python function that now runs puts new tensors
         self.inside = False
+        self.checks_on_cpu = False  # whether a function runs that reads its arguments on the CPU only, to check them
 
     def report(self, kind: str, what: str, where: tuple[str, int] | None = None) -> None:
         """Note a finding at ``where``, or at the model's line that now runs."""
@@ -117,8 +125,12 @@ class Watch:
         name = func._schema.name
         target = self._target(kwargs, device, tensors)
         cut = func in self.cuts or torch.Tag.cudagraph_unsafe in func.tags
+        generator = None
         if not cut and target == "device":
             self._look(func, args, device)
+            if torch.Tag.nondeterministic_seeded in func.tags:
+                generator = self._generator(kwargs, device)
+        before = generator.get_state() if generator is not None else None
         written = _written(func, args, kwargs)
         self._note_writes(written, cut)
         if self.observer is not None:
@@ -127,6 +139,8 @@ class Watch:
             result = func(*args, **kwargs)
         else:
             result = self._custom(func, args, kwargs, cut)
+        if generator is not None and not torch.equal(generator.get_state(), before):
+            self.report("random", name)  # attention without dropout has the tag too, and draws nothing
         if name.removeprefix("aten::") in _ALLOCATIONS:
             result.zero_()  # the same garbage in every run
         if self.observer is not None:
@@ -151,13 +165,21 @@ class Watch:
     def _look(self, func: Any, args: Any, device: list[torch.Tensor]) -> None:
         name = func._schema.name
         if (torch.Tag.data_dependent_output in func.tags or name == "aten::item") and device:
-            self.report("host_read", _READ_AS.get(name, name))
+            if not self.checks_on_cpu:
+                self.report("host_read", _READ_AS.get(name, name))
         elif torch.Tag.dynamic_output_shape in func.tags and device and _size_is_unknown(func, args):
             self.report("data_dependent_shape", "indexing by a mask" if name == "aten::index" else name)
         elif name in ("aten::index_put_", "aten::index_put", "aten::_index_put_impl_") and self._masked_store(args):
             self.report("data_dependent_shape", "a store by a mask of more than one number")
-        elif torch.Tag.nondeterministic_seeded in func.tags:
-            self.report("random", name)
+
+    def _generator(self, kwargs: Any, device: list[torch.Tensor]) -> torch.Generator:
+        """What an op that may draw random numbers would draw them from."""
+        if kwargs.get("generator") is not None:
+            return kwargs["generator"]
+        if self.pretend:
+            return torch.default_generator
+        index = device[0].device.index if device else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
 
     def _masked_store(self, args: Any) -> bool:
         masks = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
@@ -329,6 +351,7 @@ class _Functions(TorchFunctionMode):
         if target is None and any(isinstance(a, _T) and watch.on_device(a) for a in pytree.tree_leaves(args)):
             target = "device"
         watch.target = target or before
+        checks, watch.checks_on_cpu = watch.checks_on_cpu, watch.checks_on_cpu or _checks_on_cpu(func, args, kwargs)
         try:
             if target == "device" and func in (torch.tensor, torch.as_tensor, _T.new_tensor):
                 watch.report("cpu_tensor", f"{func.__name__}() brings Python values to the device")
@@ -336,7 +359,7 @@ class _Functions(TorchFunctionMode):
                     return func(*args, **kwargs)
             return func(*args, **kwargs)
         finally:
-            watch.target = before
+            watch.target, watch.checks_on_cpu = before, checks
 
     def _moved(self, tensor: torch.Tensor, func: Any, args: Any, kwargs: Any, target: str) -> torch.Tensor:
         """A copy between host and device."""
@@ -359,6 +382,12 @@ class _Functions(TorchFunctionMode):
             return result
         with self.watch._silenced():
             return observer.seen(func, result, [], True)
+
+
+def _checks_on_cpu(func: Any, args: Any, kwargs: Any) -> bool:
+    if func is torch.nn.functional.one_hot:  # without a number of classes it reads the largest id, on a GPU too
+        return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1)) >= 0
+    return func in _CHECKED_ON_CPU
 
 
 def _plain_devices(func: Any, args: Any, kwargs: Any, watch: Watch) -> tuple[Any, Any, str | None]:

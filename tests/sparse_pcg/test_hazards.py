@@ -205,6 +205,37 @@ def test_two_dtypes_over_one_memory() -> None:
 
 
 @pytest.mark.parametrize(
+    ("function", "kinds"),
+    [
+        (lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, is_causal=True)[0, 0], set()),
+        (lambda x: F.scaled_dot_product_attention(*(x[None, None],) * 3, None, 0.5, True)[0, 0], {"random"}),
+        (lambda x: x + F.one_hot(x.argmax(-1), 8), set()),
+        (lambda x: x + F.one_hot(x.argmax(-1)).sum(-1, keepdim=True), {"host_read"}),
+        (lambda x: x - x.quantile(0.5, dim=1, keepdim=True), set()),
+        (lambda x: x - x.quantile(0.5, dim=0), {"row_mixing"}),
+        (lambda x: (repr(x), x * 2)[1], {"host_read"}),
+    ],
+)
+def test_what_a_gpu_does_is_told_not_what_the_cpu_does_here(function: Any, kinds: set[str]) -> None:
+    assert {f.kind for f in check(function, torch.randn(12, 8))} == kinds
+
+
+def test_earlier_checks_hide_nothing() -> None:
+    for value in (torch.arange(12), 5, 7, 0.5, 5):
+        found = check(lambda x, n: x * n[:, None] if isinstance(n, torch.Tensor) else x * n, torch.randn(12, 8), value)
+        assert [f.kind for f in found] == ([] if isinstance(value, torch.Tensor) else ["python_read"])
+
+
+def _largest(x: torch.Tensor) -> Any:
+    return x.max().item()  # as (here:1 in a comment) or for x in y
+
+
+def test_a_read_in_a_function_that_the_model_calls_is_told_once_at_its_line() -> None:
+    found = check(lambda x: x / _largest(x.abs()), torch.randn(12, 8))
+    assert [(f.kind, f.line) for f in found] == [("host_read", _largest.__code__.co_firstlineno + 1)]
+
+
+@pytest.mark.parametrize(
     ("module", "args", "said"),
     [
         (nn.Linear(4, 4), (torch.randn(2, 4),), "at least 4 rows"),
