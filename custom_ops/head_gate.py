@@ -74,7 +74,9 @@ def _head_gate_kernel(
         part_sum = tl.dot(a, b, part_sum, input_precision="ieee")
         whole = (begin + STEP) % SLICE == 0
         gate = tl.where(whole, gate + part_sum, gate)
-        part_sum = tl.where(whole, 0.0, part_sum)
+        # By its bits: a sum that is selected against zero stops Triton's compiler for sm_100.
+        keep = tl.where(whole, 0, -1)
+        part_sum = (part_sum.to(tl.int32, bitcast=True) & keep).to(tl.float32, bitcast=True)
     mask = (row < num_rows)[:, None] & (head < heads)[None, :]
     at = row.to(tl.int64)[:, None] * heads + head[None, :]
     if slices_each >= slices:
