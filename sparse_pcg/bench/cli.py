@@ -9,6 +9,8 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from .timing import write_json
+
 app = typer.Typer(no_args_is_help=True, help="Measure: the cost of a cut, memory, start-up, operators.")
 
 JsonFile = Annotated[
@@ -31,7 +33,7 @@ def finish(run: Callable[[], dict[str, Any]], json_file: Path | None, plot_file:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        write_json(json_file, result)
     if plot_file is not None:
         from .plots import plot
 
@@ -107,6 +109,38 @@ def ttft(
         chosen = parse_rows(rows) if rows else ROWS
         sizes = {"layers": layers or None, "experts": experts, "repeats": repeats}
         return run_ttft(model=model, rows=chosen, compiler=compiler, partial=json_file, **sizes)  # type: ignore[arg-type]
+
+    finish(run, json_file, plot_file)
+
+
+@app.command()
+def serve(
+    model: Annotated[str, typer.Option(help="glm5_2, glm5, deepseek_v32 (one of eight ranks) or tiny.")] = "glm5_2",
+    layers: Annotated[int, typer.Option(help="How many of its layers; 0: all.")] = 0,
+    experts: Annotated[int, typer.Option(help="Routed experts on the rank.")] = 4,
+    rows: Annotated[
+        str, typer.Option(help="Classes of cached + new tokens, as 0+512,32768+1024; default: eight.")
+    ] = "",
+    lanes: Annotated[str, typer.Option(help="Clients that send at once, comma-separated; default: 1,4,8,16.")] = "",
+    modes: Annotated[str, typer.Option(help="Comma-separated; default: all that ttft measures.")] = "",
+    runs: Annotated[int, typer.Option(help="Runs of each mode, in turn.")] = 3,
+    compiler: Annotated[str, typer.Option(help="What compiles the pieces: inductor or eager.")] = "inductor",
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """Time to first token under load: clients in a closed loop whose requests share batches."""
+    from .prefill import MODES
+    from .serve import LANES, run_serve
+    from .ttft import ROWS, parse_rows
+
+    def run() -> dict[str, Any]:
+        try:
+            clients = tuple(map(int, _words(lanes))) or LANES
+        except ValueError as error:
+            raise ValueError(f"lanes: must be whole numbers like 1,4, got {lanes!r}") from error
+        chosen = parse_rows(rows) if rows else ROWS
+        sizes = {"layers": layers or None, "experts": experts, "compiler": compiler, "partial": json_file}
+        return run_serve(model=model, rows=chosen, lanes=clients, modes=_words(modes) or MODES, runs=runs, **sizes)  # type: ignore[arg-type]
 
     finish(run, json_file, plot_file)
 

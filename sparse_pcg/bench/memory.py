@@ -30,6 +30,21 @@ def spread(sizes: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(sizes[-1 - i * len(sizes) // number] for i in range(number))[::-1]
 
 
+def rank_and_pool(bench: str, model: str, largest: int) -> tuple[DSAModel, PagedKV]:
+    """The model that ``bench`` measures, "glm5_2" or "tiny", and KV pages for its largest bucket twice over.
+
+    Raises ValueError for another model.
+    """
+    if model not in ("glm5_2", "tiny"):
+        raise ValueError(f"{bench}: model must be 'glm5_2' or 'tiny', got {model!r}")
+    where = device()
+    config = rank_of_glm5_2() if model == "glm5_2" else preset("tiny")
+    dtype = torch.bfloat16 if where == "cuda" else torch.float32
+    pages = -(-2 * largest // 64) + 2
+    kv = PagedKV(config.num_layers, pages, index_layers=config.index_layers, dtype=dtype, device=where)
+    return DSAModel(config, dtype=dtype, device=where, seed=0), kv
+
+
 def run_memory(
     *, model: str = "glm5_2", largest: int = 2048, buckets: int = BUCKETS, compiler: str = "inductor"
 ) -> dict[str, Any]:
@@ -42,17 +57,10 @@ def run_memory(
 
     Raises ValueError for an unknown model, or more buckets than the schedule has.
     """
-    if model not in ("glm5_2", "tiny"):
-        raise ValueError(f"memory: model must be 'glm5_2' or 'tiny', got {model!r}")
     schedule = default_schedule(largest)
     if not 1 <= buckets <= len(schedule):
         raise ValueError(f"memory: buckets must be in 1..{len(schedule)}, got {buckets}")
-    where = device()
-    config = rank_of_glm5_2() if model == "glm5_2" else preset("tiny")
-    dtype = torch.bfloat16 if where == "cuda" else torch.float32
-    weights = DSAModel(config, dtype=dtype, device=where, seed=0)
-    pages = -(-2 * largest // 64) + 2
-    kv = PagedKV(config.num_layers, pages, index_layers=config.index_layers, dtype=dtype, device=where)
+    weights, kv = rank_and_pool("memory", model, largest)
     sizes = spread(schedule, buckets)
     before = _held()
     rows = []
@@ -83,7 +91,7 @@ def run_memory(
     return {
         "bench": "memory",
         **provenance(),
-        "model": {"name": model, "layers": config.num_layers, "compiler": compiler},
+        "model": {"name": model, "layers": weights.config.num_layers, "compiler": compiler},
         "buckets": rows,
         "pool_bytes": total,
         "pool_bytes_biggest_alone": alone,

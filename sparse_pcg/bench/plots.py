@@ -23,7 +23,14 @@ def plot(result: Mapping[str, Any], path: Path | str) -> None:
 
     from .ops import plot_ops
 
-    kinds = {"ops": plot_ops, "cut-cost": _cut_cost, "memory": _memory, "startup": _startup, "ttft": _ttft}
+    kinds = {
+        "ops": plot_ops,
+        "cut-cost": _cut_cost,
+        "memory": _memory,
+        "startup": _startup,
+        "ttft": _ttft,
+        "serve": _serve,
+    }
     draw = kinds.get(str(result.get("bench")))
     if draw is None:
         raise ValueError(f"plot: result['bench'] must be one of {sorted(kinds)}, got {result.get('bench')!r}")
@@ -48,6 +55,7 @@ def _cut_cost(axes: Any, result: Mapping[str, Any]) -> None:
     axes.set_yticks(list(places), [n.replace("_", " ") for n in names])
     axes.invert_yaxis()
     axes.set_xscale("log")
+    axes.margins(x=0.1)  # room for the numbers
     axes.set_xlabel("us per forward")
     axes.set_title(f"{result['model']['cuts']} cuts: host time and time on the GPU")
     axes.legend(loc="lower right")
@@ -64,7 +72,7 @@ def _memory(axes: Any, result: Mapping[str, Any]) -> None:
     axes.set_xlabel("buckets captured so far, big to small")
     axes.set_ylabel("MiB")
     axes.set_title(f"pool {result['ratio']:.2f}x the biggest bucket's alone")
-    axes.legend()
+    axes.legend(loc="lower left")
 
 
 def _startup(axes: Any, result: Mapping[str, Any]) -> None:
@@ -97,4 +105,31 @@ def _ttft(axes: Any, result: Mapping[str, Any]) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("ms to the first token (cached + new tokens)")
     axes.set_title(f"{result['model']['name']}, {result['model']['layers']} layers: time to first token")
+    axes.legend(fontsize=7)
+
+
+def _serve(axes: Any, result: Mapping[str, Any]) -> None:
+    classes = result["classes"]
+    modes = list(dict.fromkeys(mode for c in classes for mode in c["modes"]))
+    height = 0.84 / len(modes)
+    for number, mode in enumerate(modes):
+        places = [i for i, c in enumerate(classes) if mode in c["modes"]]
+        shifted = [i + (number - (len(modes) - 1) / 2) * height for i in places]
+        medians = [classes[i]["modes"][mode]["median_ms"] for i in places]
+        late = [classes[i]["modes"][mode]["p99_ms"] - m for i, m in zip(places, medians, strict=True)]
+        bars = axes.barh(
+            shifted,
+            medians,
+            xerr=[[0.0] * len(late), late],
+            height=0.9 * height,
+            color=f"C{number}",
+            label=mode,
+            capsize=2,
+        )
+        axes.bar_label(bars, labels=[f"{v:.1f}" for v in medians], fontsize=6, padding=2)
+    axes.set_yticks(range(len(classes)), [f"{c['prefix']} + {c['new']}, {c['lanes']} at once" for c in classes])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("ms to the first token: median, to the 99th percentile")
+    axes.set_title(f"{result['model']['name']}, {result['model']['layers']} layers, under load")
     axes.legend(fontsize=7)

@@ -14,11 +14,9 @@ from typing import Any
 import torch
 
 from ..buckets import default_schedule
-from ..kv import PagedKV
-from ..models import DSAModel, preset
 from ..options import Options
 from ..runner import PrefillRunner
-from .memory import BUCKETS, rank_of_glm5_2, spread
+from .memory import BUCKETS, rank_and_pool, spread
 from .timing import device, provenance
 
 _CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -61,19 +59,15 @@ def measure_start(
     """One start in this process, which was spawned at ``spawned`` (``time.time()``); see ``run_startup``."""
     imported = time.perf_counter()
     loading = time.time() - spawned if spawned is not None else 0.0
-    where = device()
-    config = rank_of_glm5_2() if model == "glm5_2" else preset("tiny")
-    dtype = torch.bfloat16 if where == "cuda" else torch.float32
-    weights = DSAModel(config, dtype=dtype, device=where, seed=0)
-    pages = -(-2 * largest // 64) + 2
-    kv = PagedKV(config.num_layers, pages, index_layers=config.index_layers, dtype=dtype, device=where)
-    if where == "cuda":
+    weights, kv = rank_and_pool("startup", model, largest)
+    cuda = device() == "cuda"
+    if cuda:
         torch.cuda.synchronize()
     built = time.perf_counter()
     sizes = spread(default_schedule(largest), buckets)
     runner = PrefillRunner(weights, kv, Options(capture_sizes=sizes, compiler=compiler))
     runner.capture(progress=False)
-    if where == "cuda":
+    if cuda:
         torch.cuda.synchronize()
     done = time.perf_counter()
     graph = runner.graphs()[0]
