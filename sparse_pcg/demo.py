@@ -33,8 +33,8 @@ class Row:
     launches_saved: kernels of the captured pieces, launched one by one, less the graph launches. max_diff: largest
     difference of a hidden state from the eager model's; close: see ``verification.closeness``. undecided: None where
     that holds as it is; else the share of rows that move by more than the tolerance in the eager model too, when its
-    weights change in their last bits: such rows were allowed twice that move. One early choice between two tokens
-    or experts that are nearly equal reaches many of the rows after it, whatever the text.
+    weights change in their last bits: such rows were allowed twice that move. A choice of tokens or experts that is
+    nearly undecided can reach many of the rows after it, whatever the text.
     """
 
     request: str

@@ -117,7 +117,7 @@ def test_reset_gives_the_memory_back() -> None:
 
 @pytest.mark.parametrize("repeats", [False, True])
 def test_the_demo_holds(repeats: bool) -> None:
-    """``repeats``: a text that repeats itself, for which rows of "fresh" moved by more than the tolerance on an H200."""
+    """``repeats``: a text for which many rows of "fresh" are beyond the plain tolerance on an H200."""
     text = b"sparse attention on a graph, " * 40 if repeats else read_prompt(None)
     result = run_demo(text, "inductor", torch.device("cuda"), progress=False)
     for row in result.rows:
