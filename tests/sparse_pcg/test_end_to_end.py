@@ -75,7 +75,7 @@ class Server:
         if self.host is None:
             return
         away = {i: self.host.evict(pages[i]) for i in sorted(who) if pages[i].num_tokens}
-        for i in reversed(sorted(away)):  # other pages than before
+        for i in sorted(away, reverse=True):  # other pages than before
             pages[i] = self.host.load(away[i])
             self.moved += 1
 
