@@ -139,7 +139,7 @@ class Watch:
             result = func(*args, **kwargs)
         else:
             result = self._custom(func, args, kwargs, cut)
-        if generator is not None and not torch.equal(generator.get_state(), before):
+        if generator is not None and before is not None and not torch.equal(generator.get_state(), before):
             self.report("random", name)  # attention without dropout has the tag too, and draws nothing
         if name.removeprefix("aten::") in _ALLOCATIONS:
             result.zero_()  # the same garbage in every run

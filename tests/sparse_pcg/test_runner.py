@@ -359,7 +359,8 @@ class TestOwnRunner:
         indexed = [i for i in range(CONFIG.num_layers) if CONFIG.has_indexer(i)]
         assert len(report.cuts) == len(indexed)
         assert all(
-            "indexer_topk" in c.op and "indexers.py:" in c.source and "indexer_prefill" in c.composite for c in report.cuts
+            "indexer_topk" in c.op and "indexers.py:" in c.source and "indexer_prefill" in c.composite
+            for c in report.cuts
         )
         stores = [p for p in report.pieces if "sparse_pcg::index_k_prepare_store" in p.ops]
         assert len(stores) == len(indexed) and all(p.kind == "piece" for p in stores)
