@@ -118,9 +118,7 @@ def serve(
     model: Annotated[str, typer.Option(help="glm5_2, glm5, deepseek_v32 (one of eight ranks) or tiny.")] = "glm5_2",
     layers: Annotated[int, typer.Option(help="How many of its layers; 0: all.")] = 0,
     experts: Annotated[int, typer.Option(help="Routed experts on the rank.")] = 4,
-    rows: Annotated[
-        str, typer.Option(help="Classes of cached + new tokens, as 0+512,32768+1024; default: eight.")
-    ] = "",
+    rows: Annotated[str, typer.Option(help="Classes: cached + new tokens, as 0+512,32768+1024; default: eight.")] = "",
     lanes: Annotated[str, typer.Option(help="Clients that send at once, comma-separated; default: 1,4,8,16.")] = "",
     modes: Annotated[str, typer.Option(help="Comma-separated; default: all that ttft measures.")] = "",
     runs: Annotated[int, typer.Option(help="Runs of each mode, in turn.")] = 3,
