@@ -6,14 +6,13 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 
-from custom_ops._register import NAMESPACE, op_of
 from custom_ops.batch_metadata import PAGE, ROW_BUFFERS, BatchMetadata, ForwardContext, use_context
 
 from . import session
@@ -26,34 +25,11 @@ from .errors import CaptureError, FrozenError, SparsePCGError
 from .gates import ATTENTION, INDEXER, SHORT, Deployment, decide
 from .options import Options
 from .plan import Plan
-from .rewrite import overload_of
-from .split import PIECE
+from .served import KV, Captured, Served, listed, row_regimes, tracked
 from .verification import Verification, verify
 
 MODES = ("replay", "uncaptured", "breaks", "eager")
 MAX_REQUESTS = 512  # of a batch that is replayed; the static page table has a row for each
-EMULATED_SMS = 132  # what a device without SMs is taken for: the row regimes of an H200
-
-
-class KV(Protocol):
-    """What a runner needs of the KV pools."""
-
-    @property
-    def num_pages(self) -> int: ...
-
-    def request(self) -> Any: ...
-
-    def context(self, metadata: BatchMetadata | None, workspace_bytes: int = ...) -> ForwardContext: ...
-
-
-@dataclass(frozen=True)
-class Captured:
-    """One captured bucket: seconds it took and bytes by which the pool grew."""
-
-    bucket: int
-    variants: tuple[str, ...]
-    seconds: float
-    nbytes: int
 
 
 @dataclass
@@ -64,19 +40,6 @@ class Bucket:
     inputs: list[Any]
     results: list[int]
     plans: dict[str, Plan]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What a forward left: the model's results, of all rows that ran, and the graph that was replayed if any.
-
-    last_rows: int64, the row of each request's last token (more entries than requests).
-    """
-
-    results: list[torch.Tensor]
-    last_rows: torch.Tensor
-    bucket: int | None
-    variant: str | None
 
 
 class GraphRunner:
@@ -149,7 +112,7 @@ class GraphRunner:
         if session.frozen():
             raise FrozenError("capture() was called after freeze()")
         with self._lock, no_grad():
-            for size in _tracked(sorted(set(self.sizes) - set(self._buckets), reverse=True), progress):
+            for size in tracked(sorted(set(self.sizes) - set(self._buckets), reverse=True), progress):
                 start, before = time.perf_counter(), self.pool_bytes
                 self._buckets[size] = bucket = self._prepare(size)
                 took, grown = time.perf_counter() - start, self.pool_bytes - before
@@ -164,7 +127,7 @@ class GraphRunner:
         fill(self.metadata, batch, host)
         with use_context(self._context(self.metadata)):
             bucket = self._trace(self.metadata, size)
-            regimes = self._regimes(bucket.graph)
+            regimes = row_regimes(bucket.graph, self.device)
             self.floor = bucket_floor(self.sizes, regimes.values()) if regimes else self.floor
             if self._is_below(size):
                 if self._compiled_below is None:
@@ -199,19 +162,6 @@ class GraphRunner:
         first = next(iter(self._buckets.values()), None)
         if first is not None and first.graph is not graph:
             graph.share_pool(first.graph)
-
-    def _regimes(self, graph: CompiledGraph) -> dict[str, int]:
-        """The row regimes of the ops inside the pieces of ``graph``, by name; without those that have none."""
-        sms = EMULATED_SMS
-        if self.device.type == "cuda":
-            sms = torch.cuda.get_device_properties(self.device).multi_processor_count
-        found: dict[str, int] = {}
-        for segment in graph.segments:
-            for node in segment.nodes if segment.kind == PIECE else ():
-                op = op_of(overload_of(node))
-                if op is not None and (regime := op.regime(sms)):
-                    found[f"{NAMESPACE}::{op.name}"] = regime
-        return found
 
     def _is_below(self, size: int) -> bool:
         return self.floor is None or size < self.floor
@@ -345,13 +295,13 @@ class GraphRunner:
         below = self._compiled_below is not None and self._is_below(rows)
         # Dynamo counts what it compiled per code object: every runner of one model class adds to it.
         with torch._dynamo.config.patch(recompile_limit=64):
-            return _listed((self._compiled_below if below else self._compiled)(**arguments))
+            return listed((self._compiled_below if below else self._compiled)(**arguments))
 
     def _call_model(
         self, metadata: BatchMetadata, further: dict[str, torch.Tensor], host: HostBatch, batch: Batch
     ) -> list[torch.Tensor]:
         embeds = {} if batch.input_embeds is None else {"input_embeds": batch.input_embeds}
-        return _listed(self.model(**self._row_arguments(metadata, host.rows, further), **embeds))
+        return listed(self.model(**self._row_arguments(metadata, host.rows, further), **embeds))
 
     def _row_arguments(
         self, metadata: BatchMetadata, rows: int, further: dict[str, torch.Tensor]
@@ -433,20 +383,8 @@ class GraphRunner:
         return context
 
 
-def _listed(results: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [results] if isinstance(results, torch.Tensor) else list(results)
-
-
 @contextmanager
 def no_grad() -> Iterator[None]:
     """One grad mode for compiling, capturing and serving: Dynamo makes a graph per mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _tracked(sizes: list[int], progress: bool) -> Any:
-    if not progress or not sizes:
-        return sizes
-    from rich.progress import track
-
-    return track(sizes, description="capturing", transient=True)

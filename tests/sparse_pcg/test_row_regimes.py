@@ -15,9 +15,10 @@ from custom_ops._register import OPS, Provider, define
 from sparse_pcg import graph_runner
 from sparse_pcg.buckets import default_schedule, smallest_batch
 from sparse_pcg.kv import PagedKV, page_table
+from sparse_pcg.served import EMULATED_SMS
 from tests.sparse_pcg.toys import same
 
-SMS, WIDTH, VOCAB = graph_runner.EMULATED_SMS, 64, 50
+SMS, WIDTH, VOCAB = EMULATED_SMS, 64, 50
 SIZES = default_schedule(128)
 FLOOR = 96
 
