@@ -245,8 +245,7 @@ MUTANTS = [
     _backend("graph_runner.py", "sorted(set(self.sizes) - set(self._buckets), reverse=True)",
              "sorted(set(self.sizes) - set(self._buckets))",
              "test_failures.py::test_stale_row_buffers_reach_nothing"),
-    # Metadata: a variant chosen by the row count, what a context held when the model was compiled
-    # Gates, short graphs, the draft's seed: a gate that stays on, fixed prompts that see the wrong graph, a write refused
+    # A gate that stays on, short graphs for long prompts, a seed buffer for another batch
     _backend("gates.py", '"page-sharded KV": self.page_sharded_kv', '"page-sharded KV": False',
              "test_gates.py::test_each_deployment_turns_all_off_and_says_why[page_sharded_kv]"),
     _backend("graph_runner.py", 'plans["short"] if short and "short" in plans', 'plans["short"] if "short" in plans',
@@ -254,6 +253,7 @@ MUTANTS = [
     _backend("drafting.py", "seed_out, (torch.int32,), (requests, self.index_topk)",
              "seed_out, (torch.int32,), (seed_out.shape[0], self.index_topk)",
              "test_refusals_of_batches.py::test_a_seed_buffer_for_another_number_of_requests"),
+    # Metadata: a variant chosen by the row count, what a context held when the model was compiled
     _backend("graph_runner.py", "return host.max_kv_len <= self.index_topk", "return host.rows <= self.index_topk",
              "test_runner.py::test_variant_follows_what_rows_see_not_how_many_there_are"),
     _backend("rewrite.py", "resolve = partial(_from_context, name, layer_id)", "resolve = partial(_itself, real)",

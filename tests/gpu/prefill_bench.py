@@ -60,7 +60,8 @@ def main() -> None:
     held = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     log("weights and caches: %.1f s, %.1f GiB", time.perf_counter() - began, held)
     model = {"name": args.model, "layers": config.num_layers, "experts": args.experts, "compiler": args.compiler}
-    head = {**provenance(), "command": f"bash tests/gpu/prefill_bench.sh OUT {args.name}".rstrip(), "model": model, **capture_all(world)}
+    command = f"bash tests/gpu/prefill_bench.sh OUT {args.name}".rstrip()
+    head = {**provenance(), "command": command, "model": model, **capture_all(world)}
     name = "h200-ttft" + (f"-{args.name}" if args.name else "")
     result = measure_rows(world, {"bench": "ttft", **head}, rows, TURNS, args.out / f"{name}.json", PATIENCE)
     plot(result, args.out / f"{name}.png")
