@@ -9,7 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -157,7 +157,11 @@ def generate(
     is longer than the model or the pool allows, before anything runs; OutOfPages where others hold the pages.
     """
     ids = _checked(runner, prompts, max_new_tokens)
-    stops = set() if eos is None else ({int(eos)} if isinstance(eos, int) else set(eos))
+    try:
+        given = () if eos is None else eos if isinstance(eos, Iterable) else (eos,)
+        stops = {operator.index(token) for token in given}
+    except TypeError:
+        raise ValueError(f"generate: eos must be a token id, several, or None, got {eos!r}") from None
     return _Generation(runner, ids, max_new_tokens, stops).run()
 
 

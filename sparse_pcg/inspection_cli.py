@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -45,19 +44,19 @@ def made_by(factory: str) -> tuple[Any, tuple[Any, ...]]:
     else:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        make: Callable[[], Any] = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
     except ModuleNotFoundError as error:
         if error.name and (home == error.name or home.startswith(f"{error.name}.")):
             raise typer.BadParameter(f"there is no module {home!r}") from error
         raise
-    except AttributeError as error:
-        raise typer.BadParameter(f"module {home!r} has no {name!r}") from error
+    if not callable(make := getattr(module, name, None)):
+        raise typer.BadParameter(f"module {home!r} has no function {name!r}")
     made = make()
     if isinstance(made, GraphRunner):
         return made, ()
     if isinstance(made, tuple) and len(made) == 2:
-        module, args = made
-        return module, tuple(args) if isinstance(args, (tuple, list)) else (args,)
+        model, args = made
+        return model, tuple(args) if isinstance(args, (tuple, list)) else (args,)
     raise typer.BadParameter(f"{factory} must return (module, args) or a runner, got {type(made).__name__}")
 
 

@@ -376,6 +376,8 @@ MUTANTS = [
     # Looking and telling: where a new tensor lies, a sort undone, a call's own state, times at the wrong step, scale
     _backend("hazards/watch.py", "return DEVICE if on_device else func(*args)", "return func(*args)",
              "test_hazards.py::test_clean_idioms_raise_no_alarm"),
+    _backend("hazards/watch.py", "if generator is not None and not torch.equal(", "if generator is not None or torch.equal(",
+             "test_hazards.py::test_what_a_gpu_does_is_told_not_what_the_cpu_does_here"),
     _backend("hazards/rows.py", "for suspect in sorted(healed, reverse=True):", "for suspect in ():",
              "test_hazards.py::test_clean_idioms_raise_no_alarm"),
     _backend("hazards/rows.py", "part = slice(0, self.rows.valid) if by_rows else slice(None)", "part = slice(0, 0)",
@@ -411,7 +413,7 @@ MUTANTS = [
     # the model's experts, its ranks, the float32 indexer
     _backend("models/moe.py", "valid.unsqueeze(1) & (ids >= first)", "(ids >= first)",
              "test_moe.py::test_choices_of_experts_elsewhere_and_of_pad_rows"),
-    _backend("models/moe.py", "(ids < first + count)", "(ids <= first + count)",
+    _backend("models/moe.py", "where(here, ids - first, count)", "where(here, ids, count)",
              "test_moe.py::test_choices_of_experts_elsewhere_and_of_pad_rows"),
     _backend("models/sharding.py", "return self.index * (total // self.size)", "return 0 * (total // self.size)",
              "test_moe.py::test_experts_of_other_ranks_add_nothing"),
@@ -442,6 +444,8 @@ MUTANTS = [
              "test_weights.py::test_every_fault_is_named_and_nothing_is_read"),
     _backend("models/weights.py", "if given.shape != shapes[name]:", "if False:",
              "test_weights.py::test_every_fault_is_named_and_nothing_is_read"),
+    _backend("integrations/transformers.py", "elif tensor.dtype != dtype and not", "elif False and not",
+             "test_hf_convert.py::test_what_cannot_be_converted_is_named_and_left_alone"),
     _backend("integrations/transformers.py", "parameter.data = rows", "rows",
              "test_hf_convert.py::test_all_memory_is_shared"),
     _backend("integrations/transformers.py", "elif tensor.dtype not in DTYPES:", "elif False:",

@@ -11,9 +11,16 @@ from torch import nn
 from ..models import DSAModel, ModelConfig, Rank, config_from_hf
 from ..models.hf_names import model_names
 from ..models.rope import cos_sin_cache
-from ..models.weights import assign
+from ..models.weights import DTYPES, assign
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# What has a dtype of its own in the reference model, or takes any.
+_OWN_DTYPE = (
+    "mlp.gate.weight",
+    "e_score_correction_bias",
+    "indexer.weights_proj.weight",
+    "indexer.k_norm.weight",
+    "indexer.k_norm.bias",
+)
 
 
 def convert(hf_model: nn.Module, *, indexer_float8: bool = True) -> DSAModel:
@@ -29,7 +36,7 @@ def convert(hf_model: nn.Module, *, indexer_float8: bool = True) -> DSAModel:
     router and its correction bias (float32).
     indexer_float8: of ``ModelConfig``; False to compare the selection with that of ``hf_model``.
     Raises ValueError, with ``hf_model`` as it was, for another kind of model, and naming parameters that are missing,
-    not expected, of another shape, quantised, sharded, or not on one device.
+    not expected, of another shape or dtype, quantised, sharded, or not on one device.
     """
     config = replace(_config_of(hf_model), indexer_float8=indexer_float8)
     theirs = {**dict(hf_model.named_parameters()), **_persistent_buffers(hf_model)}
@@ -69,13 +76,16 @@ def _check(theirs: dict[str, torch.Tensor], config: ModelConfig) -> None:
     shapes = {wanted.name: wanted.shape for wanted in model_names(config, Rank(), stacked=True, tied=False)}
     problems = [f"{name} is missing" for name in shapes if name not in theirs]
     problems += [f"{name} is not expected" for name in theirs if name not in shapes]
-    device = theirs["model.embed_tokens.weight"].device if "model.embed_tokens.weight" in theirs else None
+    embedding = theirs.get("model.embed_tokens.weight")
+    device, dtype = (None, None) if embedding is None else (embedding.device, embedding.dtype)
     for name in (name for name in theirs if name in shapes):
         tensor, shape = theirs[name], shapes[name]
         if tuple(tensor.shape) != shape:
             problems.append(f"{name} must be {list(shape)}, got {list(tensor.shape)}")
-        elif tensor.dtype not in _DTYPES:
+        elif tensor.dtype not in DTYPES:
             problems.append(f"{name} must be of a plain float dtype, got {tensor.dtype}")
+        elif tensor.dtype != dtype and not name.endswith(_OWN_DTYPE):
+            problems.append(f"{name} must be of the embedding's dtype {dtype}, got {tensor.dtype}")
         elif type(tensor.data) is not torch.Tensor:
             problems.append(f"{name} must be a plain tensor, got {type(tensor.data).__name__}")
         elif tensor.device != device or tensor.is_meta:
@@ -86,7 +96,16 @@ def _check(theirs: dict[str, torch.Tensor], config: ModelConfig) -> None:
 
 
 def _fused(*parameters: torch.Tensor) -> torch.Tensor:
-    """One tensor with the rows of all, of which each becomes a view."""
+    """One tensor with the rows of all, of which each becomes a view, unless they are such views already."""
+    first, rows_before = parameters[0].data, 0
+    for parameter in parameters:
+        at = first.storage_offset() + rows_before * first.stride(0)
+        same = parameter.untyped_storage().data_ptr() == first.untyped_storage().data_ptr()
+        if not (same and parameter.is_contiguous() and parameter.storage_offset() == at):
+            break
+        rows_before += len(parameter)
+    else:
+        return first.as_strided((rows_before, *first.shape[1:]), first.stride(), first.storage_offset())
     whole = torch.cat([parameter.data for parameter in parameters])
     for parameter, rows in zip(parameters, whole.split([len(p) for p in parameters]), strict=True):
         parameter.data = rows

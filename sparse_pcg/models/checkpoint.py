@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from .hf_config import read_config
+from .hf_config import read_config, read_object
 
 FLOAT8 = "F8_E4M3"
 READABLE = ("F64", "F32", "F16", "BF16", FLOAT8)
@@ -31,10 +30,13 @@ def scale_name(name: str) -> str:
 
 def _open(file: Path) -> Any:
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError("reading a checkpoint needs safetensors: pip install 'sparse-pcg[hf]'") from error
-    return safe_open(file, framework="pt", device="cpu")
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except SafetensorError as error:
+        raise ValueError(f"checkpoint: {file.name} must be a whole safetensors file: {error}") from error
 
 
 def dequantise(
@@ -61,8 +63,8 @@ class Checkpoint:
 
     config: the fields of ``config.json``. tensors: name -> ``Tensor``. block: rows and columns of a block that has
     one float8 scale.
-    Raises FileNotFoundError for a folder, file or shard that is not there, ValueError for a shard that repeats a
-    tensor and for weights quantised in another way.
+    Raises FileNotFoundError for a folder, file or shard that is not there, ValueError for a file that is damaged, a
+    shard that repeats a tensor and weights quantised in another way.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -74,8 +76,10 @@ class Checkpoint:
         method = quantised.get("quant_method", "fp8")
         if method != "fp8":
             raise ValueError(f"checkpoint: quant_method must be 'fp8' or absent, got {method!r}")
-        rows, columns = quantised.get("weight_block_size") or (128, 128)
-        self.block = (int(rows), int(columns))
+        block = quantised.get("weight_block_size") or (128, 128)
+        if len(block) != 2 or not all(isinstance(size, int) and size >= 1 for size in block):
+            raise ValueError(f"checkpoint: weight_block_size must be two positive ints, got {block!r}")
+        self.block = (block[0], block[1])
         self.files = self._files()
         self.tensors: dict[str, Tensor] = {}
         for file in self.files:
@@ -89,7 +93,10 @@ class Checkpoint:
     def _files(self) -> list[Path]:
         index = self.path / "model.safetensors.index.json"
         if index.exists():
-            files = [self.path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+            named = read_object(index).get("weight_map")
+            if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
+                raise ValueError(f"checkpoint: {index.name} must have a weight_map, tensor to file, got {named!r:.80}")
+            files = [self.path / name for name in sorted(set(named.values()))]
             missing = [file.name for file in files if not file.exists()]
             if missing:
                 raise FileNotFoundError(f"checkpoint: {index.name} names shards that are not there: {missing}")

@@ -41,6 +41,12 @@ _FIELDS = {
     "max_positions": "max_position_embeddings",
 }
 
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {  # of the fields that are no integers
+    "routed_scaling_factor": ("a number", (int, float)),
+    "rms_norm_eps": ("a number", (int, float)),
+    "norm_topk_prob": ("true or false", (bool,)),
+}
+
 # Other values mean another model than this one.
 _FIXED = {
     "attention_bias": False,
@@ -58,14 +64,25 @@ def _require(condition: bool, name: str, expected: str, got: Any) -> None:
         raise ValueError(f"config.json: {name} must be {expected}, got {got!r}")
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file. Raises ValueError naming the file if it holds anything else."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"checkpoint: {path.name} must hold JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"checkpoint: {path.name} must hold a JSON object, got {type(found).__name__}")
+    return found
+
+
 def read_config(source: Any) -> dict[str, Any]:
     """The fields of ``config.json``, from a checkpoint's folder, the file, a mapping, or an object with ``to_dict``.
 
-    Raises FileNotFoundError if there is no such file.
+    Raises FileNotFoundError if there is no such file, ValueError if it is no JSON object.
     """
     if isinstance(source, str | Path):
         path = Path(source)
-        return json.loads((path / "config.json" if path.is_dir() else path).read_text())
+        return read_object(path / "config.json" if path.is_dir() else path)
     return dict(source if isinstance(source, Mapping) else source.to_dict())
 
 
@@ -131,9 +148,12 @@ def config_from_hf(source: Any, num_layers: int | None = None) -> ModelConfig:
         _require(given.get(name, value) in (value, None), name, repr(value), given.get(name))
     for name in (*_FIELDS.values(), "num_hidden_layers"):
         _require(given.get(name) is not None, name, "given", None)
+    for name in (*_FIELDS.values(), "num_hidden_layers"):
+        expected, kinds = _KINDS.get(name, ("an integer", (int,)))
+        _require(type(given[name]) in kinds, name, expected, given[name])
     whole = given["num_hidden_layers"]
     layers = whole if num_layers is None else num_layers
-    _require(1 <= layers <= whole, "num_layers", f"1 to {whole}", layers)
+    _require(isinstance(layers, int) and 1 <= layers <= whole, "num_layers", f"1 to {whole}", layers)
     # Older files have rope_scaling, and rope_theta beside it.
     rope = given.get("rope_parameters") or given.get("rope_scaling") or {}
     traits = dict(_FAMILIES[str(family)])

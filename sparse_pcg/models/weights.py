@@ -24,6 +24,7 @@ from .sharding import Rank
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.*)")
 _SHOWN = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)  # of a model
 
 
 def load_model(
@@ -46,6 +47,8 @@ def load_model(
     Raises ValueError naming every tensor that is missing, not expected or of another shape or type, before any
     weight is read; FileNotFoundError for files that are not there.
     """
+    if dtype not in DTYPES:
+        raise ValueError(f"load_model: dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype!r}")
     checkpoint, rank = Checkpoint(path), rank or Rank()
     whole = config or config_from_hf(checkpoint.config)
     tied = bool(checkpoint.config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint.tensors
@@ -115,6 +118,9 @@ def _check(checkpoint: Checkpoint, wanted: Iterable[Wanted], unread: Callable[[s
     tensors = checkpoint.tensors
     wrong = []
     for name in [name for name in shapes if name in tensors and tensors[name].dtype == FLOAT8]:
+        if len(tensors[name].shape) < 2:
+            wrong.append(f"{name} must be a matrix to be {FLOAT8}, got {list(tensors[name].shape)}")
+            continue
         shapes[scale_name(name)] = checkpoint.scale_shape(name)
     for name in (name for name in shapes if name in tensors):
         given = tensors[name]

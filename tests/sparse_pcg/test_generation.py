@@ -171,6 +171,12 @@ def test_what_cannot_be_generated_is_named(served: Any, prompts: Any, count: Any
     kv.close()
 
 
+@pytest.mark.parametrize("eos", ["x", 1.5, [None]])
+def test_an_eos_that_is_no_token_is_named(served: Any, eos: Any) -> None:
+    with pytest.raises(ValueError, match="generate: eos must be a token id"):
+        sparse_pcg.generate(served[0], [[1]], 1, eos=eos)
+
+
 def test_pages_come_back_when_a_forward_fails(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     runner, kv = served
 

@@ -70,6 +70,12 @@ def test_only_what_has_another_dtype_is_copied():
     assert kinds == {"weights_proj", "router", "correction_bias"} and len(copied) == len(indexers) + 2 * 2
 
 
+def test_converted_twice_all_share():
+    hf = hf_model("deepseek_v32", "small")
+    first, second = (dict(convert(hf).named_parameters()) for _ in range(2))
+    assert {n: p.data_ptr() for n, p in first.items()} == {n: p.data_ptr() for n, p in second.items()}
+
+
 def test_tied_embeddings():
     hf = hf_model("glm_moe_dsa", "small", tie_word_embeddings=True)
     model = convert(hf)
@@ -80,7 +86,7 @@ def fused_away(hf):
     return hf.model.layers[0].self_attn.q_a_proj.weight.untyped_storage().nbytes() > 4 * 32 * 64
 
 
-@pytest.mark.parametrize("fault", ["shape", "missing", "extra", "quantised", "meta"])
+@pytest.mark.parametrize("fault", ["shape", "missing", "extra", "quantised", "meta", "dtype"])
 def test_what_cannot_be_converted_is_named_and_left_alone(fault):
     hf = hf_model("deepseek_v32", "small")
     attention, name = hf.model.layers[1].self_attn, "model.layers.1.self_attn.o_proj.weight"
@@ -93,6 +99,9 @@ def test_what_cannot_be_converted_is_named_and_left_alone(fault):
     elif fault == "extra":
         attention.o_proj.bias = torch.nn.Parameter(torch.zeros(64))
         message = "model.layers.1.self_attn.o_proj.bias is not expected"
+    elif fault == "dtype":
+        attention.o_proj.to(torch.bfloat16)
+        message = f"{name} must be of the embedding's dtype torch.float32, got torch.bfloat16"
     elif fault == "quantised":
         weight = attention.o_proj.weight.data.to(torch.float8_e4m3fn)
         attention.o_proj.weight = torch.nn.Parameter(weight, requires_grad=False)

@@ -313,6 +313,50 @@ def test_files_that_are_not_there(saved, tmp_path):
         load_model(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("config.json", b"{", "config.json must hold JSON"),
+        ("config.json", b"[]", "config.json must hold a JSON object, got list"),
+        ("model.safetensors.index.json", b"{}", "index.json must have a weight_map"),
+        ("model.safetensors.index.json", b"no", "index.json must hold JSON"),
+        ("x.safetensors", b"xx", "x.safetensors must be a whole safetensors file"),
+    ],
+)
+def test_damaged_files_are_named(file, content, message, saved, tmp_path):
+    (tmp_path / "config.json").write_text((saved("deepseek_v32")[0] / "config.json").read_text())
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": "128"}, "hidden_size must be an integer, got '128'"),
+        ({"num_hidden_layers": 3.0}, "num_hidden_layers must be an integer, got 3.0"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
+        ({"quantization_config": {"weight_block_size": [128]}}, "weight_block_size must be two positive ints"),
+    ],
+)
+def test_settings_of_another_type_are_named(changes, message, saved, tmp_path):
+    path, _ = saved("deepseek_v32")
+    write(tmp_path / "a", {}, json.loads((path / "config.json").read_text()) | changes)
+    with pytest.raises(ValueError, match=message):
+        load_model(tmp_path / "a", progress=False)
+
+
+def test_dtypes_that_no_model_has(saved, tmp_path):
+    path, _ = saved("deepseek_v32")
+    with pytest.raises(ValueError, match=r"load_model: dtype must be one of .*, got torch.int8"):
+        load_model(path, dtype=torch.int8, progress=False)
+    tensors = tensors_of(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"].to(torch.float8_e4m3fn)
+    write(tmp_path / "a", tensors, json.loads((path / "config.json").read_text()))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight must be a matrix to be F8_E4M3"):
+        load_model(tmp_path / "a", progress=False)
+
+
 def test_a_tensor_in_two_shards(saved, tmp_path):
     path, _ = saved("glm_moe_dsa")
     twice = write(tmp_path / "twice", tensors_of(path), config_of(path))
