@@ -113,9 +113,13 @@ def _sharing(given: Mapping[str, Any], layers: int) -> dict[str, Any]:
         return {"indexer_types": tuple(types)[:layers]}
     if isinstance(pattern, str):
         return {"index_topk_pattern": pattern[:layers]}
+    if pattern is not None and set(pattern) <= {"F", "S"}:
+        return {"index_topk_pattern": "".join(pattern)[:layers]}
     if pattern is not None:
         return {"indexer_types": tuple(pattern)[:layers]}
     offset = given.get("index_skip_topk_offset")
+    for name in ("index_topk_freq", "index_skip_topk_offset"):
+        _require(type(given.get(name)) in (int, type(None)), name, "an integer", given.get(name))
     return {
         "index_topk_freq": max(given.get("index_topk_freq") or 1, 1),
         "index_topk_offset": 2 if offset is None else offset,

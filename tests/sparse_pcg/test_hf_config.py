@@ -110,6 +110,7 @@ def test_sharing_in_each_way():
     assert config_from_hf(by_frequency).index_layers == (0, 1, 5)
     assert config_from_hf({**by_frequency, "index_skip_topk_offset": 3}).index_layers == (0, 1, 2, 6)
     assert config_from_hf({**by_frequency, "index_topk_pattern": "FSFSFSS"}).index_layers == (0, 2, 4)
+    assert config_from_hf({**by_frequency, "index_topk_pattern": list("FSFSFSS")}).index_layers == (0, 2, 4)
     types = ["full", *["shared"] * 6]
     assert config_from_hf({**by_frequency, "index_topk_pattern": types}).index_layers == (0,)
 

@@ -335,6 +335,7 @@ def test_damaged_files_are_named(file, content, message, saved, tmp_path):
     [
         ({"hidden_size": "128"}, "hidden_size must be an integer, got '128'"),
         ({"num_hidden_layers": 3.0}, "num_hidden_layers must be an integer, got 3.0"),
+        ({"index_topk_freq": "2"}, "index_topk_freq must be an integer, got '2'"),
         ({"norm_topk_prob": 1}, "norm_topk_prob must be true or false, got 1"),
         ({"quantization_config": {"weight_block_size": [128]}}, "weight_block_size must be two positive ints"),
     ],
