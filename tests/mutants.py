@@ -378,7 +378,8 @@ MUTANTS = [
     # Looking and telling: where a new tensor lies, a sort undone, a call's own state, times at the wrong step, scale
     _backend("hazards/watch.py", "return DEVICE if on_device else func(*args)", "return func(*args)",
              "test_hazards.py::test_clean_idioms_raise_no_alarm"),
-    _backend("hazards/watch.py", "generator is not None and not torch.equal", "generator is not None or torch.equal",
+    _backend("hazards/watch.py", "generator is not None and before is not None and not torch.equal",
+             "generator is not None or torch.equal",
              "test_hazards.py::test_what_a_gpu_does_is_told_not_what_the_cpu_does_here"),
     _backend("hazards/rows.py", "for suspect in sorted(healed, reverse=True):", "for suspect in ():",
              "test_hazards.py::test_clean_idioms_raise_no_alarm"),
