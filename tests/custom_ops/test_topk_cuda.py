@@ -33,8 +33,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there i
 def library(tuning: Tuning) -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         target = f"{folder}/topk.so"
-        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", f"-I{ROOT}", *tuning.macros]
-        command += ["-o", target, str(Path(__file__).parent / "topk_host.cpp")]
+        command = ["g++", "-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", f"-I{ROOT}"]
+        command += [*tuning.macros, "-o", target, str(Path(__file__).parent / "topk_host.cpp")]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-4000:]
         return ctypes.CDLL(target)
