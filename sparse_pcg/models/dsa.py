@@ -14,9 +14,11 @@ from torch import nn
 import custom_ops  # noqa: F401  (registers the operators)
 
 from .config import ModelConfig
+from .drawing import draw_weights
 from .indexers import Indexer, PlainIndexer
 from .moe import DenseMLP, MoE, weight
 from .rope import cos_sin_cache
+from .sharding import Rank
 
 
 def rms_norm(x: torch.Tensor, gain: torch.Tensor, eps: float) -> torch.Tensor:
@@ -87,12 +89,13 @@ class Attention(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
+    """x + attention(norm(x)), then x + mlp(norm(x)); config: of the part that ``rank`` holds."""
 
     def __init__(
-        self, layer_id: int, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+        self, layer_id: int, config: ModelConfig, rank: Rank, dtype: torch.dtype, device: torch.device | str
     ) -> None:
         super().__init__()
+        self.rank = rank
         self.eps = config.rms_norm_eps
         self.input_norm = weight(config.hidden_size, dtype=dtype, device=device)
         self.post_attention_norm = weight(config.hidden_size, dtype=dtype, device=device)
@@ -115,8 +118,8 @@ class DecoderLayer(nn.Module):
         attended.
         """
         attended, topk = self.attention(rms_norm(x, self.input_norm, self.eps), positions, table, topk)
-        x = x + attended
-        return x + self.mlp(rms_norm(x, self.post_attention_norm, self.eps), valid), topk
+        x = x + self.rank.sum(attended)
+        return x + self.rank.sum(self.mlp(rms_norm(x, self.post_attention_norm, self.eps), valid)), topk
 
 
 class DSAModel(nn.Module):
@@ -124,6 +127,12 @@ class DSAModel(nn.Module):
     the meta device).
 
     Weights are scaled so that activations keep their size over depth. Nothing takes a gradient.
+
+    rank: which part of the model this one is (``Rank.of(mesh)``); its random weights are that part of those of a whole
+    model. What the ranks give is summed in the forward, which all of them have to run. Embedding and head are whole on
+    each, so hidden states and logits are the whole model's.
+
+    whole_config: ``config`` as given. config: of the rank's part.
     """
 
     def __init__(
@@ -132,19 +141,23 @@ class DSAModel(nn.Module):
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         seed: int | None = 0,
+        rank: Rank | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
+        self.rank = rank or Rank()
+        self.whole_config = config
+        self.config = config = self.rank.part_of(config)
         self.embed_tokens = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.layers = nn.ModuleList(
-            DecoderLayer(layer_id, config, dtype, device) for layer_id in range(config.num_layers)
+            DecoderLayer(layer_id, config, self.rank, dtype, device) for layer_id in range(config.num_layers)
         )
         self.norm = weight(config.hidden_size, dtype=dtype, device=device)
         self.lm_head = weight(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
         self.cos_sin_cache: torch.Tensor
         self.register_buffer("cos_sin_cache", cos_sin_cache(config, device), persistent=False)
         if seed is not None and torch.device(device).type != "meta":
-            draw_weights(self, config.num_layers, seed)
+            whole = DSAModel(self.whole_config, dtype, "meta") if self.rank.size > 1 else self
+            draw_weights(self, config.num_layers, seed, self.rank, dict(whole.named_parameters()))
 
     def forward(
         self,
@@ -169,23 +182,3 @@ class DSAModel(nn.Module):
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [rows, vocab] of the given rows of ``forward``'s result, [rows, hidden]."""
         return F.linear(hidden, self.lm_head)
-
-
-@torch.no_grad()
-def draw_weights(module: nn.Module, num_layers: int, seed: int) -> None:
-    """Draw all parameters of ``module`` so that activations keep their size over ``num_layers`` layers."""
-    generator = torch.Generator(next(module.parameters()).device).manual_seed(seed)
-    # two residual branches a layer: their sum over the depth has about the size of one embedding
-    branch_scale = (2 * num_layers) ** -0.5
-    for name, parameter in module.named_parameters():
-        kind = name.rsplit(".", 1)[-1]
-        if kind == "embed_tokens":
-            parameter.normal_(generator=generator)
-        elif kind.endswith("bias"):
-            parameter.normal_(std=0.1, generator=generator)
-        elif kind.endswith("norm"):
-            parameter.normal_(mean=1.0, std=0.1, generator=generator)
-        else:
-            fan_in = parameter.shape[1 if kind == "w_vc" else -1]
-            scale = fan_in**-0.5 * (branch_scale if kind in ("o_proj", "down_proj") else 1.0)
-            parameter.normal_(std=scale, generator=generator)

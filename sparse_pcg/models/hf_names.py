@@ -126,7 +126,7 @@ class LayerNames:
             yield from self._mlp("mlp.shared_experts.", "mlp.shared.", c.shared_width)
         whole = (0, c.moe_intermediate_size)
         part = self.rank.part_of(c)
-        width = whole if part.local_experts else self.rank.span(whole[1], "moe_intermediate_size")
+        width = whole if self.rank.expert_parallel else self.rank.span(whole[1], "moe_intermediate_size")
         first, count = part.experts_here
         yield from (self._stacked if self.stacked else self._experts)(f"{theirs}experts.", ours, (first, count), width)
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from .config import ModelConfig
-from .dsa import DecoderLayer, DSAModel, draw_weights, rms_norm
+from .drawing import draw_weights
+from .dsa import DecoderLayer, DSAModel, rms_norm
 from .moe import weight
 
 
@@ -32,7 +33,8 @@ class NextN(nn.Module):
         it, as ``model.layers.{layer_id}``). The pools need an index-K cache for it.
 
     enorm, hnorm, norm: [hidden]; eh_proj: [hidden, 2 * hidden], over the embedding's half first; layers: the decoder
-    layer. embed_tokens, lm_head and cos_sin_cache are the target's own tensors. Nothing takes a gradient.
+    layer. embed_tokens, lm_head and cos_sin_cache are the target's own tensors. Nothing takes a gradient. Of a target
+    that is one rank's part, the draft is that rank's part too.
     Raises ValueError for a layer_id below 0.
     """
 
@@ -46,10 +48,13 @@ class NextN(nn.Module):
         self.enorm = weight(hidden, dtype=dtype, device=device)
         self.hnorm = weight(hidden, dtype=dtype, device=device)
         self.eh_proj = weight(hidden, 2 * hidden, dtype=dtype, device=device)
-        self.layers = nn.ModuleList([DecoderLayer(self.layer_id, self.config, dtype, device)])
+        self.layers = nn.ModuleList([DecoderLayer(self.layer_id, self.config, target.rank, dtype, device)])
         self.norm = weight(hidden, dtype=dtype, device=device)
         if seed is not None and device.type != "meta":
-            draw_weights(self, self.config.num_layers, seed)
+            whole: nn.Module = self
+            if target.rank.size > 1:
+                whole = NextN(DSAModel(draft_config(target.whole_config), dtype, "meta"), self.layer_id)
+            draw_weights(self, self.config.num_layers, seed, target.rank, dict(whole.named_parameters()))
         self.embed_tokens = target.embed_tokens
         self.lm_head = target.lm_head
         self.cos_sin_cache: torch.Tensor

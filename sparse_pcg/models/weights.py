@@ -41,7 +41,8 @@ def load_model(
     path: a folder with ``config.json`` and ``*.safetensors``, one or sharded, block-scaled float8 or not.
     config: of the whole model, if it is not to be that of ``config.json`` (``config_from_hf``): fewer layers, another
         index sharing or index_topk. Tensors of layers and indexers that it leaves out are not read.
-    rank: read and hold this rank's part only; None: all.
+    rank: read and hold this rank's part only (``Rank.of(mesh)``: of a model whose ranks sum up what they give); None:
+        all.
     dtype: bfloat16, float16 or float32; router, correction bias and the indexer's norm are float32.
     progress: show a progress bar on stderr.
     Raises ValueError naming every tensor that is missing, not expected or of another shape or type, before any
@@ -54,7 +55,7 @@ def load_model(
     tied = bool(checkpoint.config.get("tie_word_embeddings")) and "lm_head.weight" not in checkpoint.tensors
     wanted = list(model_names(whole, rank, _stacked(checkpoint), tied))
     _check(checkpoint, wanted, lambda name: _outside_model(name, whole, checkpoint))
-    model = DSAModel(rank.part_of(whole), dtype, device, seed=None)
+    model = DSAModel(whole, dtype, device, seed=None, rank=rank)
     _fill(model, checkpoint, wanted, dtype, progress)
     return model
 
@@ -64,11 +65,11 @@ def load_nextn(
 ) -> NextN:
     """The NextN layer of a checkpoint, ``model.layers.{num_hidden_layers}.*``, for the ``target`` loaded from it.
 
-    rank: that of ``target``. layer_id: of ``NextN``. Dtype and device are those of ``target``, whose embedding and
-    head it shares: the checkpoint's copies of them are not read.
+    rank: that of ``target``, and by default taken from it. layer_id: of ``NextN``. Dtype and device are those of
+    ``target``, whose embedding and head it shares: the checkpoint's copies of them are not read.
     Raises ValueError for a checkpoint without such a layer and as ``load_model`` does.
     """
-    checkpoint, rank = Checkpoint(path), rank or Rank()
+    checkpoint, rank = Checkpoint(path), rank or target.rank
     if not checkpoint.config.get("num_nextn_predict_layers"):
         raise ValueError(f"load_nextn: the checkpoint must have a NextN layer, {str(path)!r} has none")
     whole = config_from_hf(checkpoint.config)

@@ -120,8 +120,8 @@ def test_a_rank_of_a_published_model():
     assert shapes == (8, 1536, 2048, 256) and experts.experts_here == (96, 32)
     counts = [sum(p.numel() for p in DSAModel(c, device="meta").parameters()) for c in (columns, experts)]
     assert counts[0] == counts[1]
-    with pytest.raises(ValueError, match="config must be that of a whole model"):
-        Rank(0, 2).part_of(experts)
+    few = preset("tiny", local_experts=(2, 6))  # a model that has six of its eight experts
+    assert Rank(1, 2, True).part_of(few).experts_here == (5, 3) and Rank(1, 2).part_of(few).experts_here == (2, 6)
 
 
 def test_unknown_preset():
