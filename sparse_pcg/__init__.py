@@ -9,7 +9,7 @@ from .backend import compile, freeze, reset
 from .batch import Batch
 from .counters import Stats, stats
 from .drafting import DraftRunner
-from .errors import CaptureError, FrozenError, OptionError, SparsePCGError
+from .errors import CaptureError, FrozenError, OptionError, RankError, SparsePCGError
 from .gates import Deployment, Gate
 from .generation import generate
 from .hazards import Finding, check
@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "PrefillOutput",
     "PrefillRunner",
+    "RankError",
     "Report",
     "SparsePCGError",
     "Stats",

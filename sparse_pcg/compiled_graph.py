@@ -6,6 +6,7 @@ do not mix, so it never pads). Before a replay the addresses of all static tenso
 
 from __future__ import annotations
 
+import hashlib
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +21,7 @@ from custom_ops.batch_metadata import current_context
 
 from . import session
 from .analysis import analyse
+from .collectives import COMPILING, Ranks, ranks_of
 from .counters import LIVE, count_fallback, logger
 from .errors import FrozenError
 from .graphs import GraphDevice, device_for
@@ -52,10 +54,35 @@ class _Entry:
 class CompiledGraph:
     """Callable with the graph's flat arguments.
 
-    segments, distinct: what the graph was split into, and the compiled form of each segment.
+    segments, distinct: what the graph was split into, and the compiled form of each segment. ranks: those that run it
+    together, since it has collectives; they compile it alike or not at all.
     """
 
     def __init__(self, gm: fx.GraphModule, examples: Sequence[Any], options: Options) -> None:
+        self.ranks: Ranks | None = ranks_of(gm.graph)
+        try:
+            self._build(gm, examples, options)
+        except Exception as error:
+            if self.ranks is not None:
+                self.ranks.withdraw("compiling", error)
+            raise
+        if self.ranks is not None:
+            self.ranks.same("compiling", self._facts(examples), COMPILING)
+        LIVE.add(self)
+
+    def _facts(self, examples: Sequence[Any]) -> dict[str, Any]:
+        """What ranks that run this graph together must have in common."""
+        ops = [(s.kind, s.ops) for s in self.segments]
+        options = self.options.to_dict()
+        digest = hashlib.sha256(repr((self.structure, ops)).encode()).hexdigest()[:12]
+        return {
+            "capture_sizes": options.pop("capture_sizes"),
+            **options,
+            "the sizes of the arguments": [list(t.shape) for t in examples if isinstance(t, torch.Tensor)],
+            "the graph": f"{len(ops)} segments, {digest}",
+        }
+
+    def _build(self, gm: fx.GraphModule, examples: Sequence[Any], options: Options) -> None:
         self.options = options
         self.started = time.perf_counter()
         self.grad_enabled = torch.is_grad_enabled()
@@ -81,6 +108,7 @@ class CompiledGraph:
         )
         self.program = build_program(own.graph, self.segments, self.distinct, analysis, placeholders)
         self.program.before = _layer_waits(self.program, self.bound, len(examples))
+        self.program.ranks = self.ranks
         self.static = [i for i, n in enumerate(placeholders) if _is_static(n)]
         self.static += [len(examples) + i for i, b in enumerate(self.bound) if b.static]
         tensors = [i for i, n in enumerate(placeholders) if isinstance(analysis.values[n], torch.Tensor)]
@@ -111,7 +139,6 @@ class CompiledGraph:
         self._device: GraphDevice | None = None
         self.build_seconds = time.perf_counter() - self.started
         trace_split(self.segments, self.distinct, self.build_seconds)
-        LIVE.add(self)
 
     # What the registry of live graphs asks for.
 
@@ -139,6 +166,10 @@ class CompiledGraph:
         """Capture into the pool of ``owner`` from now on, if it has one; its memory stays the owner's."""
         if self._pool is None and owner._pool is not None:
             self._pool, self._lent = owner._pool, True
+
+    def place(self) -> tuple[GraphDevice, Pool] | None:
+        """The device and the pool that its graphs are captured with; None before the first."""
+        return (self._device, self._pool) if self._device is not None and self._pool is not None else None
 
     def drop(self) -> None:
         """Drop captured graphs, buffers and the pool; the compiled pieces stay, and calls go on working."""

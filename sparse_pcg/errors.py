@@ -27,6 +27,13 @@ class CaptureError(SparsePCGError):
     """A piece cannot be captured: a host sync inside it, an unstable alias, or the graph device refused."""
 
 
+class RankError(ShortenTraceback, SparsePCGError):
+    """The ranks that run a graph together differ, one of them does not answer, or it is lost."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, first_useful_frame=None)
+
+
 def note(error: BaseException, text: str) -> None:
     """Attach where ``error`` happened (piece, op, source line, bucket) without changing its type."""
     if hasattr(error, "add_note"):  # Python 3.11

@@ -17,8 +17,9 @@ from custom_ops.batch_metadata import PAGE, ROW_BUFFERS, BatchMetadata, ForwardC
 
 from . import session
 from .backend import OwnBackend
-from .batch import Batch, HostBatch, Staging, check_batch, dummy, fill
+from .batch import Batch, HostBatch, check_batch, dummy, fill
 from .buckets import bucket_floor, bucket_for
+from .collectives import Ranks
 from .compiled_graph import CompiledGraph
 from .counters import count_fallback, logger
 from .errors import CaptureError, FrozenError, SparsePCGError
@@ -26,6 +27,7 @@ from .gates import ATTENTION, INDEXER, SHORT, Deployment, decide
 from .options import Options
 from .plan import Plan
 from .served import KV, Captured, Served, listed, row_regimes, tracked
+from .staging import Staging
 from .verification import Verification, verify
 
 MODES = ("replay", "uncaptured", "breaks", "eager")
@@ -118,13 +120,19 @@ class GraphRunner:
                 took, grown = time.perf_counter() - start, self.pool_bytes - before
                 self.captured.append(Captured(size, tuple(bucket.plans), took, grown))
                 logger.info("captured bucket %d: %.2f s, %d bytes", size, took, grown)
+            place = next((p for graph in self.graphs() if (p := graph.place()) is not None), None)
+            if place is not None and not self._staging.recorded:
+                self._staging.record(self.metadata, *place)
             self._addresses = self._static_addresses()
         return self.captured
 
     def _prepare(self, size: int) -> Bucket:
         """Warm up and record one bucket; all it writes is the dummy page."""
+        ranks = self._ranks()
+        if ranks is not None:
+            ranks.same("the next bucket", {"rows": size})
         batch, host = dummy(size, self.device)
-        fill(self.metadata, batch, host)
+        fill(self.metadata, batch, host, self._staging)
         with use_context(self._context(self.metadata)):
             bucket = self._trace(self.metadata, size)
             regimes = row_regimes(bucket.graph, self.device)
@@ -156,6 +164,10 @@ class GraphRunner:
 
     def _complete(self, plan: Plan, bucket: Bucket) -> None:
         """Add to a recorded plan what is never captured."""
+
+    def _ranks(self) -> Ranks | None:
+        """Those that run the model together, known once a bucket is captured; None: this one alone."""
+        return next((bucket.graph.ranks for bucket in self._buckets.values()), None)
 
     def _share_pool(self, graph: CompiledGraph) -> None:
         """All graphs of a runner lie in the pool of the first."""
@@ -202,7 +214,7 @@ class GraphRunner:
     ) -> Served:
         """Run the model; ``self.metadata`` holds the batch afterwards unless it was larger than that."""
         metadata, rows = self._buffers(host)
-        fill(metadata, batch, host, tail_ids, self._staging)
+        fill(metadata, batch, host, self._staging, tail_ids)
         for name, value in (further or {}).items():
             rows[name][: host.rows].copy_(value)
         bucket = bucket_for(host.rows, self.sizes) if batch.input_embeds is None else None
@@ -233,6 +245,10 @@ class GraphRunner:
         if short and self.options.short_graphs:
             self.gates.record(SHORT)
         refusal = self._refusal(bucket, host, batch)
+        ranks = self._ranks() if self.options.debug_checks else None
+        if ranks is not None:
+            facts = {"rows": host.rows, "requests": len(host.new_lens), "max_kv_len": host.max_kv_len}
+            ranks.same("a batch", {**facts, "what it is served by": refusal or "a graph"})
         if refusal is not None or bucket is None:
             self._leave(*(refusal or ("size", "no bucket")))
             return None
@@ -350,6 +366,7 @@ class GraphRunner:
             for bucket in self._buckets.values():
                 bucket.graph.drop()
             self._buckets.clear()
+            self._staging.drop()
             self.captured.clear()
 
     def bucket_sizes(self) -> list[int]:

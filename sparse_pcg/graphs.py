@@ -31,10 +31,15 @@ class GraphDevice(Protocol):
         ...
 
     def capture(
-        self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
+        self,
+        fn: Callable[..., Sequence[Any]],
+        args: Sequence[Any],
+        pool: Pool,
+        ready: Callable[[], None] | None = None,
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Capture ``fn(*args)``, with its effect taking place exactly once.
 
+        ready: called between a capture that worked and its first launch; what it raises is raised, with no effect.
         Returns what replays it, and its outputs, at the addresses that each replay writes. Raises CaptureError, with
         no effect, where it cannot be captured.
         """
@@ -75,9 +80,15 @@ class EmulatedDevice:
         yield
 
     def capture(
-        self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
+        self,
+        fn: Callable[..., Sequence[Any]],
+        args: Sequence[Any],
+        pool: Pool,
+        ready: Callable[[], None] | None = None,
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Run once and keep the outputs' addresses."""
+        if ready is not None:
+            ready()
         graph = EmulatedGraph(fn, args, pool)
         return graph.replay, graph.outputs.tensors
 
@@ -176,7 +187,11 @@ class CudaDevice:
             torch.cuda.synchronize(self._device)
 
     def capture(
-        self, fn: Callable[..., Sequence[Any]], args: Sequence[Any], pool: Pool
+        self,
+        fn: Callable[..., Sequence[Any]],
+        args: Sequence[Any],
+        pool: Pool,
+        ready: Callable[[], None] | None = None,
     ) -> tuple[Callable[[], Any], list[Any]]:
         """Record ``fn(*args)`` and launch the recording once, since recording itself runs nothing.
 
@@ -195,6 +210,13 @@ class CudaDevice:
             if graph is not None:
                 self.abandon(graph)
             raise
+        if ready is not None:
+            try:
+                ready()
+            except BaseException:
+                outputs.clear()  # the traceback keeps this frame, but not the pool's memory
+                graph.reset()
+                raise
         launch()
         # Later pieces of this bucket must not be given this memory while a later step reads it, later buckets must be:
         # what the plan keeps does not own, the pool holds the outputs until the recording lets go of them.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .analysis import source_line
+from .collectives import Ranks, Together, group_of
 from .counters import COUNTS
 from .errors import CaptureError, note
 from .graphs import GraphDevice
@@ -73,7 +75,7 @@ class Program:
 
     dynamic: values whose size is known only after a run. outputs: a ``Ref`` or a constant per graph output.
     dead: per step, the values that no later step reads. before: called with the number of each step that runs next,
-    where the steps run one by one.
+    where the steps run one by one. ranks: those that run it together, since it has collectives; None: this one alone.
     """
 
     steps: list[Step]
@@ -83,6 +85,7 @@ class Program:
     dynamic: frozenset[int] = frozenset()
     dead: list[list[int]] = field(default_factory=list)
     before: Callable[[int], None] | None = None
+    ranks: Ranks | None = None
 
     def __post_init__(self) -> None:
         last: dict[int, int] = {}
@@ -100,6 +103,10 @@ class Program:
 
     def run(self, inputs: Sequence[Any], *, short: bool = False) -> list[Any]:
         """Run without graphs; with ``short`` the cuts' capturable bodies stand in for them."""
+        with _together(self.ranks, "an uncaptured run", inputs):
+            return self._run(inputs, short)
+
+    def _run(self, inputs: Sequence[Any], short: bool) -> list[Any]:
         values = [*inputs, *([None] * (self.size - self.inputs))]
         for i, (step, dead) in enumerate(zip(self.steps, self.dead, strict=True)):
             if self.before is not None and not short:
@@ -151,6 +158,7 @@ class Plan:
         self._outputs: tuple[Any, ...] = ()
         self.failure: CaptureError | None = None
         self.owner: Any = None  # what keeps the memory of a recorded plan
+        self.ranks: Ranks | None = None  # that replay it together
 
     def replay(self) -> None:
         """Run all steps, without autograd whatever mode the caller is in."""
@@ -159,6 +167,14 @@ class Plan:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self.replay()
+        if self.ranks is None:
+            self._replay()
+        else:
+            with _together(self.ranks, f"a replay of {self.name}", self.values):
+                self._replay()
+        COUNTS.replays += 1
+
+    def _replay(self) -> None:
         step: Callable[[], Any] | None = None
         try:
             # What a cut body calls has nothing to record for autograd: its dispatch keys are a cost only.
@@ -172,7 +188,6 @@ class Plan:
             if step is not None:
                 note(error, f"while replaying {self.labels[self.steps.index(step)]}")
             raise
-        COUNTS.replays += 1
 
     @property
     def outputs(self) -> list[Any]:
@@ -229,7 +244,11 @@ def record_plan(
     naming the piece, the op, its source line and ``label``.
     """
     plan = Plan(variant, f"{variant}{label}")
-    with device.session(pool):
+    plan.ranks = program.ranks
+    if program.ranks is not None:
+        program.ranks.same(f"the capture of {plan.name}", {"steps": len(program.steps)})
+        device = Together(device, program.ranks)
+    with _together(program.ranks, f"the capture of {plan.name}", inputs), device.session(pool):
         try:
             if variant in ("short", "whole"):
                 _record_whole(plan, program, inputs, device, pool)
@@ -241,6 +260,13 @@ def record_plan(
                 plan.captures = plan.cuts = 0
     COUNTS.captures += plan.captures
     return plan
+
+
+def _together(ranks: Ranks | None, what: str, values: Sequence[Any]) -> AbstractContextManager[None]:
+    """Around a run that waits for other ranks."""
+    if ranks is None:
+        return nullcontext()
+    return ranks.running(what, next((v.device for v in values if isinstance(v, torch.Tensor)), None))
 
 
 def _record_whole(plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool) -> None:
@@ -331,16 +357,23 @@ class _Recording:
 
     def _culprit(self, step: Step, args: tuple[Any, ...]) -> str:
         """Which op of a piece no capture holds: run its ops one by one in a capture that is thrown away."""
-        if step.graph is None:
+        if step.graph is None or any(_reshapes(n) for n in step.graph.graph.nodes):
             return ""
         reached: list[fx.Node] = []
 
         class OneByOne(fx.Interpreter):
             def run_node(self, n: fx.Node) -> Any:
                 reached.append(n)
+                if group_of(n) is not None or "wait_tensor" in str(n.target):
+                    return self.fetch_args_kwargs_from_env(n)[0][0]  # this rank looks alone: nobody would answer
                 return super().run_node(n)
 
         interpreter = OneByOne(step.graph)
         if not self.device.refused(interpreter.run, args, self.pool) or not reached or reached[-1].op == "output":
             return ""  # nothing in the piece: memory ran out, or another thread broke the capture
         return f"op {reached[-1].target} at {source_line(reached[-1])}, in "
+
+
+def _reshapes(node: fx.Node) -> bool:
+    """A collective whose result is not like its argument."""
+    return group_of(node) is not None and not any(kind in str(node.target) for kind in ("all_reduce", "broadcast"))
