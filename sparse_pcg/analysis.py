@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops import triton_kernel_wrap
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .errors import note
 
 _ALLOCATIONS = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
-_FREE_PREFIXES = ("aten::sym_", "aten::detach", "aten::lift_fresh", "prim::device", "aten::_local_scalar_dense")
+_FREE_PREFIXES = (
+    "aten::sym_",
+    "aten::detach",
+    "aten::lift_fresh",
+    "prim::device",
+    "aten::_local_scalar_dense",
+    "_c10d_functional::wait_tensor",  # one stream waits for another
+)
 
 
 @dataclass
@@ -50,6 +59,8 @@ def launches(func: Any) -> bool:
 
 
 class _Watch(TorchDispatchMode):
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.facts = NodeFacts()
@@ -57,6 +68,8 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         facts = self.facts
+        if isinstance(func, HigherOrderOperator):
+            return self._triton_kernel(func, kwargs)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write:
                 facts.writes |= {storage_of(t) for t in pytree.tree_leaves(value) if isinstance(t, torch.Tensor)}
@@ -72,9 +85,24 @@ class _Watch(TorchDispatchMode):
         ):
             facts.sync = facts.sync or name
         facts.kernels += launches(func)
-        for leaf in pytree.tree_leaves((args, kwargs, out)):
-            if isinstance(leaf, torch.Tensor):
-                facts.devices.add(leaf.device.type)
+        self._see(args, kwargs, out)
+        return out
+
+    def _see(self, *values: Any) -> None:
+        tensors = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        self.facts.devices |= {t.device.type for t in tensors}
+
+    def _triton_kernel(self, func: Any, kwargs: Any) -> Any:
+        """A Triton kernel that the model launches itself: what it writes is read off its code."""
+        if func is not triton_kernel_wrap.triton_kernel_wrapper_mutation:
+            raise NotImplementedError(f"the graph calls {func}, of which is not known what it writes")
+        out = func(**kwargs)
+        asked = ("kernel_idx", "constant_args_idx", "kwargs", "tma_descriptor_metadata")
+        written = triton_kernel_wrap.get_mutated_tensors(*(kwargs[name] for name in asked))
+        values = kwargs["kwargs"]
+        self.facts.writes |= {storage_of(values[n]) for n in written if isinstance(values.get(n), torch.Tensor)}
+        self.facts.kernels += 1
+        self._see(kwargs)
         return out
 
 

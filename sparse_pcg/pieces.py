@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._higher_order_ops import triton_kernel_wrap
 
 from .analysis import Analysis, attribute, storage_of
 from .counters import COUNTS, logger
@@ -118,12 +119,21 @@ def piece_key(segment: Segment, analysis: Analysis, real_storage: dict[int, int]
             parts.append(f"align{alignment.get(node, 0)}")
     for node in segment.module.graph.nodes:
         numbers[node] = len(numbers)
-        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n: f"%{numbers[n]}")
+        args = fx.map_arg((node.args, _named(node)), lambda n: f"%{numbers[n]}")
         target = "" if node.op in ("placeholder", "output") else _target(node, segment.module)
         parts.append(
             f"{node.op} {target} {_literals(args, symbols)} {_describe(node.meta.get('example_value'), symbols)}"
         )
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _named(node: fx.Node) -> dict[str, Any]:
+    """A node's keyword arguments; a Triton kernel's constants stand in for the number that each launch gives them."""
+    named = dict(node.kwargs)
+    if node.target is triton_kernel_wrap.triton_kernel_wrapper_mutation:
+        constants = triton_kernel_wrap.kernel_side_table.get_constant_args(named["constant_args_idx"])  # type: ignore[arg-type]
+        named["constant_args_idx"] = tuple(sorted((k, repr(v)) for k, v in constants.items()))
+    return named
 
 
 def _target(node: fx.Node, module: fx.GraphModule) -> str:

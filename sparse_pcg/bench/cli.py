@@ -174,15 +174,50 @@ def peers(
     repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 40,
     names: Annotated[str, typer.Option("--peers", help="Comma-separated; default all.")] = "",
     compiler: Annotated[str, typer.Option(help="What compiles our pieces: inductor or eager.")] = "inductor",
+    one_batch: Annotated[str, typer.Option(help="Also SGLang's one_batch with and without us, as 8,64 heads.")] = "",
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
     """SGLang's own graph backends beside ours on the model of cut-cost: time, start-up, graph memory."""
+    from .one_batch import run_one_batch
     from .peers import PEERS, run_peers
 
     chosen = _words(names) or PEERS
     sizes = {"layers": layers, "hidden": hidden, "tokens": tokens, "repeats": repeats}
-    finish(lambda: run_peers(**sizes, peers=chosen, compiler=compiler), json_file, plot_file)
+
+    def run() -> dict[str, Any]:
+        try:
+            heads = tuple(map(int, _words(one_batch)))
+        except ValueError as error:
+            raise ValueError(f"one-batch: must be numbers of heads like 8,64, got {one_batch!r}") from error
+        result = run_peers(**sizes, peers=chosen, compiler=compiler)
+        for count in heads:
+            if json_file is not None:  # what there is stays, should the next part fail
+                write_json(json_file, result)
+            result.setdefault("one_batch", []).append(run_one_batch(heads=count))
+        return result
+
+    finish(run, json_file, plot_file)
+
+
+@app.command("one-batch")
+def one_batch(
+    heads: Annotated[int, typer.Option(help="8: one of eight ranks of a GLM-5.2 shape; 64: the whole.")] = 8,
+    layers: Annotated[int, typer.Option(help="Its layers.")] = 20,
+    model: Annotated[Optional[Path], typer.Option(help="A model folder instead.")] = None,  # noqa: UP045
+    repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 9,
+    json_file: JsonFile = None,
+    plot_file: PlotFile = None,
+) -> None:
+    """SGLang's own one_batch with and without the plug-in, both prefill graph flags, in turn."""
+    from .one_batch import run_one_batch
+    from .timing import provenance
+
+    def run() -> dict[str, Any]:
+        result = run_one_batch(heads=heads, layers=layers, model=model, repeats=repeats)
+        return {"bench": "one-batch", **provenance(), **result}
+
+    finish(run, json_file, plot_file)
 
 
 def _words(text: str) -> tuple[str, ...]:

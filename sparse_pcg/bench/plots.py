@@ -21,6 +21,7 @@ def plot(result: Mapping[str, Any], path: Path | str) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
+    from .one_batch import plot_one_batch
     from .ops import plot_ops
 
     kinds = {
@@ -30,6 +31,8 @@ def plot(result: Mapping[str, Any], path: Path | str) -> None:
         "startup": _startup,
         "ttft": _ttft,
         "serve": _serve,
+        "peers": _cut_cost,
+        "one-batch": plot_one_batch,
     }
     draw = kinds.get(str(result.get("bench")))
     if draw is None:

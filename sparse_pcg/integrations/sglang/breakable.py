@@ -29,6 +29,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         self._runner = cuda_graph_runner
         self.variants = Variants(cuda_graph_runner, serving)
         self._forward_fns: dict[int, Callable[[], Any]] = {}
+        self._body_forward: Any = None
         self._kept: list[Any] = []
 
     @contextmanager
@@ -67,7 +68,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         self.variants.graphs[size] = recorded
         self._graphs[shape_key] = recorded[CUT]
         self._outputs[shape_key] = self._slice_output(self._shared_output_buffer, rows)
-        self._forward_fns[size] = forward_fn
+        self._forward_fns[size], self._body_forward = forward_fn, self._runner.layer_model.forward
         self._kept.append(capture_inputs)
         return None
 
@@ -92,11 +93,23 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
             with (
                 self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
                 self.serving.keeping_context(),
+                self._body_in_place(),
             ):
                 self._write_output(self._forward_fns[size](), size)
         else:
             graph.replay()
         return self._outputs[shape_key]
+
+    @contextmanager
+    def _body_in_place(self) -> Iterator[None]:
+        """While SGLang replays, the body's ``forward`` is this backend's ``replay``: the body's own for the block."""
+        body = self._runner.layer_model
+        replaying = body.forward
+        body.forward = self._body_forward
+        try:
+            yield
+        finally:
+            body.forward = replaying
 
     def cleanup(self) -> None:
         """Drop every graph."""

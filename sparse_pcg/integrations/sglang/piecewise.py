@@ -28,6 +28,8 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
         self.serving = serving
         self.variants = Variants(cuda_graph_runner, serving) if serving.attention else None
         self._results: dict[int, Any] = {}
+        self._bodies: dict[int, Any] = {}
+        self._uncaptured: dict[int, Callable[[], Any]] = {}
         self._bucket = 0
         self._inner: Any = None
         self._pool_given: Any = None
@@ -83,6 +85,7 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
                 ) as recorded[variant]:
                     result = self._into(size, run())
         variants.graphs[size] = recorded
+        self._uncaptured[size] = lambda: self._into(size, run())
         return (lambda: variants.graph(size).replay()), result
 
     def _into(self, size: int, outputs: Sequence[Any]) -> Sequence[Any]:
@@ -103,7 +106,6 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
             super().capture_one(shape_key, forward_fn, *args, **kwargs)
 
     def _remember(self, size: int, result: Any) -> Any:
-        self._bodies = getattr(self, "_bodies", {})
         self._bodies[size] = result
         return result
 
@@ -119,12 +121,17 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         """Replay the variant chosen for the batch, past Dynamo's guards; the head runs as SGLang runs it."""
         size = self._bucket = shape_key.size
-        if self.variants is None or size not in self.variants.graphs:
+        variants = self.variants
+        if variants is None or size not in variants.graphs:
             return super().replay(shape_key, static_forward_batch, **kwargs)
-        graph = self.variants.graph(size)
+        graph = variants.graph(size)
 
         def body(*args: Any, **kwargs: Any) -> Any:
-            graph.replay()
+            if self.serving.uncaptured:
+                with variants.static_metadata(variants.chosen, size, static_forward_batch):
+                    self._uncaptured[size]()
+            else:
+                graph.replay()
             return self._bodies[size]
 
         with self._body(lambda forward: body):
@@ -135,4 +142,6 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
         if self.variants is not None:
             self.variants.drop()
         self._results.clear()
+        self._bodies.clear()
+        self._uncaptured.clear()
         super().cleanup()

@@ -280,6 +280,7 @@ class Runner:
 
     def __init__(self, body: Any, outer: Any, flag: str, device_module: Any) -> None:
         self.body, self.prefill_backend_name, self.device_module = body, flag, device_module
+        self.layer_model = body
         layers = len(body.layers)
         self.pool = Pool(layers)
         self.table = torch.zeros(4, 128, dtype=torch.int32)
@@ -386,6 +387,23 @@ class Runner:
         with torch.no_grad(), backend.replay_session():
             batch = self.load(new, prefix, bucket, seed)
             self._prepare_forward_metadata_for_replay(batch, batch, bucket)
-            with self.context(batch, bucket):
-                self.whole = backend.replay(shape_key(size=bucket), batch)  # pad rows too
+            with (
+                self.context(batch, bucket),
+                self._replaced(lambda *args: backend.replay(shape_key(size=bucket), batch)),
+            ):
+                if self.prefill_backend_name == "breakable":
+                    self.whole = self.body.forward(batch.input_ids, batch.positions, batch, None)
+                else:
+                    self.whole = backend.replay(shape_key(size=bucket), batch)
                 return self.whole[:tokens].clone()
+
+    @contextmanager
+    def _replaced(self, replay: Any) -> Any:
+        """As SGLang's ``_execute_body_capture``: the body's forward is the replay while the model around it runs."""
+        before = self.body.forward
+        if self.prefill_backend_name == "breakable":
+            self.body.forward = replay
+        try:
+            yield
+        finally:
+            self.body.forward = before

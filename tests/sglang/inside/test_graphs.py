@@ -7,13 +7,15 @@ from typing import Any
 import pytest
 import torch
 
+import sparse_pcg
+
 from .harness import BATCHES, FLAGS, Server, equal, expected, host, make_body, served
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_outputs_and_caches_equal_sglangs_own(flag: str) -> None:
     body = make_body()
-    wanted = expected(body, flag)
+    wanted = expected(body, flag, [*BATCHES, *BATCHES[:4]])
     ours = Server(body, flag, True)
     assert type(ours.backend).__name__.startswith("SparsePCG")
     found = []
@@ -22,6 +24,10 @@ def test_outputs_and_caches_equal_sglangs_own(flag: str) -> None:
         assert torch.isfinite(ours.runner.whole).all()  # pad rows attend a slot as well
         longest = max(n + p for n, p in zip(new, prefix, strict=True))
         assert ours.backend.variants.chosen == ("short" if longest <= host.TOPK else "cut")
+    replays = sparse_pcg.stats().replays
+    ours.backend.serving.uncaptured = True  # the same kernels on the same buffers, without graphs
+    found.extend(served(ours, BATCHES[:4]))
+    assert sparse_pcg.stats().replays == replays
     equal(found, wanted)
     assert set(ours.graphs) == set(host.BUCKETS)
     for kept in ours.graphs.values():

@@ -1,0 +1,171 @@
+"""One SGLang process of ``one_batch``: the model runner of SGLang's own benchmark prefills what it is asked to.
+
+``python -m sparse_pcg.bench.one_batch_worker FD FLAGS``: orders come and answers go through the connection FD; FLAGS
+are those of ``sglang.benchmark.one_batch``. Between two orders the process sleeps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+
+def _keep_registered_configs() -> None:
+    """Newer transformers know models that SGLang registers as well: the first registration stays."""
+    from transformers.models.auto import auto_factory, configuration_auto
+
+    mappings: tuple[Any, ...] = (configuration_auto._LazyConfigMapping, auto_factory._LazyAutoMapping)
+    for cls in mappings:
+
+        def register(self: Any, key: Any, value: Any, exist_ok: bool = False, _given: Any = cls.register) -> Any:
+            return _given(self, key, value, exist_ok=True)
+
+        cls.register = register
+
+
+def tokens(count: int, seed: int) -> list[int]:
+    """``count`` token ids, the same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(1, 9000, (count,), generator=generator).tolist()
+
+
+class Worker:
+    """SGLang's runner with prefill graphs, loaded by SGLang's own benchmark module."""
+
+    def __init__(self, flags: list[str]) -> None:
+        _keep_registered_configs()
+        from sglang.srt.plugins import load_plugins
+
+        load_plugins()  # a server's processes do it; the benchmark does not
+        import sglang.benchmark.one_batch as one_batch
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
+        parser = argparse.ArgumentParser()
+        one_batch.ServerArgs.add_cli_args(parser)
+        one_batch.BenchArgs.add_cli_args(parser)
+        server_args = one_batch.ServerArgs.from_cli_args(parser.parse_args(flags))
+        logging.basicConfig(level=logging.INFO, format="%(message)s")
+        one_batch._set_envs_and_config(server_args)
+        one_batch.initialize_moe_config(server_args)
+        one_batch.initialize_fp8_gemm_config(server_args)
+        one_batch.initialize_fp4_gemm_config(server_args)
+        one_batch.configure_logger(server_args, prefix="")
+        self.start: dict[str, Any] = {}
+        init_graphs = ModelRunner.init_cuda_graphs
+
+        def measured(runner: Any, *args: Any, **kwargs: Any) -> Any:
+            began = time.perf_counter()
+            result = init_graphs(runner, *args, **kwargs)
+            torch.cuda.synchronize()
+            self.start["graphs_s"] = time.perf_counter() - began
+            return result
+
+        ModelRunner.init_cuda_graphs = measured
+        began = time.perf_counter()
+        ports = one_batch.PortArgs.init_new(server_args)
+        self.bench, _ = one_batch.load_model(server_args, ports, 0, 0)
+        self.start["load_s"] = time.perf_counter() - began
+        self.one_batch = one_batch
+        self.runner = self.bench.torch_runner.prefill_cuda_graph_runner
+        self.backend = getattr(self.runner, "backend", None)
+
+    def loaded(self) -> dict[str, Any]:
+        """Seconds of the start, the class that serves prefills, and the bytes in pools of graphs."""
+        pools: dict[str, int] = {}
+        for segment in torch.cuda.memory_snapshot():
+            if tuple(segment["segment_pool_id"]) != (0, 0):
+                name = str(tuple(segment["segment_pool_id"]))
+                pools[name] = pools.get(name, 0) + segment["total_size"]
+        return {**self.start, "backend": type(self.backend).__name__, "graph_pool_bytes": sum(pools.values())}
+
+    def prefill_ms(self, size: int, seed: int) -> float:
+        """Latency of one prefill of ``size`` tokens, as the benchmark measures it; the one before is not counted."""
+        for _ in range(2):
+            requests = self.one_batch.prepare_synthetic_inputs_for_latency_test(1, size, [tokens(size, seed)])
+            measured = self.one_batch.latency_test_run_once(
+                "", self.bench, lambda *a: None, requests, 1, size, 1, 0, False, False, (), "", "all", 0
+            )
+        return float(measured["prefill_latency"]) * 1e3
+
+    def prompt(self, new: list[int], prefix: int, seed: int) -> dict[str, Any]:
+        """Last-token logits of requests with ``new`` tokens behind ``prefix`` cached ones, float32 [requests, vocab].
+
+        Also how far another first token moves them (relative L2): a comparison of logits that see no context would show
+        nothing. Where our plug-in serves: whether a run of the same kernels without graphs gives the same bytes, and
+        the graph's variant and cuts.
+        """
+        logits = self._extend(new, prefix, seed)
+        answer: dict[str, Any] = {"logits": logits.numpy(), "finite": bool(torch.isfinite(logits).all())}
+        answer["again_bitwise"] = torch.equal(logits, self._extend(new, prefix, seed))
+        moved = self._extend(new, prefix, seed, first=1) - logits
+        answer["first_token_moves"] = float(moved.norm() / logits.norm())
+        serving, variants = getattr(self.backend, "serving", None), getattr(self.backend, "variants", None)
+        if serving is not None and variants is not None:
+            chosen = variants.chosen  # of the run above
+            bucket = min(b for b in variants.graphs if b >= sum(new))
+            answer["variant"], answer["cuts"] = chosen, variants.graphs[bucket][chosen].plan.cuts
+            serving.uncaptured = True
+            try:
+                answer["uncaptured_bitwise"] = torch.equal(logits, self._extend(new, prefix, seed))
+            finally:
+                serving.uncaptured = False
+        return answer
+
+    def _extend(self, new: list[int], prefix: int, seed: int, first: int = 0) -> torch.Tensor:
+        self.bench.clear()
+        ids = [[first, *tokens(prefix + count - 1, seed * 100 + i)] for i, count in enumerate(new)]
+        requests = self.one_batch.prepare_synthetic_inputs_for_latency_test(
+            len(ids), prefix or len(ids[0]), [i[: prefix or None] for i in ids]
+        )
+        if prefix:
+            self.bench.extend(requests)
+            requests = self.one_batch.prepare_extend_inputs_for_correctness_test(
+                SimpleNamespace(cut_len=prefix), ids, requests, self.bench.torch_runner
+            )
+        _, logits, _ = self.bench.extend(requests)
+        self.bench.synchronize()
+        return logits.float().cpu()
+
+    def profile(self, size: int, runs: int = 4) -> str:
+        """Two tables of ``runs`` prefills of ``size`` tokens: by time on the host, and by time on the GPU."""
+        from torch.profiler import ProfilerActivity, profile
+
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
+            for seed in range(runs):
+                self.prefill_ms(size, seed)
+        rows = profiled.key_averages()
+        orders = ("self_cpu_time_total", "self_cuda_time_total")
+        return "\n".join(rows.table(sort_by=o, row_limit=40, max_name_column_width=70) for o in orders)
+
+
+def main() -> None:
+    """Load, say so, then answer orders until None comes. An answer is (True, result) or (False, what went wrong)."""
+    connection = Connection(int(sys.argv[1]))
+    worker: Worker | None = None
+    order: Any = ("loaded", {})
+    while order is not None:
+        what, arguments = order
+        try:
+            worker = worker or Worker(sys.argv[2:])
+            connection.send((True, getattr(worker, what)(**arguments)))
+        except Exception as error:
+            traceback.print_exc()
+            connection.send((False, f"{type(error).__name__}: {error}"))
+            if worker is None:
+                return
+        try:
+            order = connection.recv()
+        except EOFError:  # the bench is gone
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""The bench that runs SGLang's one_batch in four processes: turns, medians, comparison, and a process that fails."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from sparse_pcg.bench import one_batch
+from sparse_pcg.bench.cli import app
+from sparse_pcg.bench.one_batch_model import write_model
+from sparse_pcg.models.hf_config import config_from_hf
+
+_FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
+
+
+@pytest.fixture(autouse=True)
+def _model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(one_batch, "_COMMAND", _FAKE)
+
+
+def test_turns_medians_and_ratios(tmp_path: Path) -> None:
+    out, picture = tmp_path / "one.json", tmp_path / "one.png"
+    line = f"one-batch --heads 8 --layers 2 --repeats 3 --json {out} --plot {picture}"
+    done = CliRunner().invoke(app, line.split())
+    assert done.exit_code == 0, done.output
+    result = json.loads(out.read_text())
+    assert set(result["workers"]) == set(one_batch.WORKERS) and result["sizes"] == list(one_batch.SIZES)
+    for name, row in result["workers"].items():
+        on = name.endswith("_on")
+        assert row["log"] == ([f"sparse_pcg: {name[:-3]} 7 cuts"] if on else [])
+        assert 64 <= row["ms"]["128"] - (0 if on else 64) <= 66  # without the first turn
+    assert result["ratios"]["2048"]["best_on/tc_piecewise_off"] == pytest.approx(0.5, abs=0.01)
+    assert result["prompts"][0]["tc_piecewise_on"]["relative_l2_to_off"] == pytest.approx(0.01, abs=1e-4)
+    assert "logits" not in result["prompts"][0]["breakable_on"]
+    refused = next(p for p in result["prompts"] if p["prefix"] == 30)
+    assert "of this prompt" in refused["breakable_on"]["error"] and refused["tc_piecewise_on"]["finite"]
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_process_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAILS", "tc_piecewise_on")
+    result = one_batch.run_one_batch(layers=2, repeats=1, sizes=(4,))
+    failed = result["workers"]["tc_piecewise_on"]
+    assert "no memory left" in failed["error"] and "ms" not in failed and failed["log"]
+    assert "ms" in result["workers"]["breakable_off"] and result["ratios"] == {}
+
+
+@pytest.mark.parametrize("bad", [{"repeats": 0}, {"heads": 0}, {"sizes": ()}, {"model": Path("/nowhere")}])
+def test_bad_arguments(bad: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        one_batch.run_one_batch(**bad)  # type: ignore[arg-type]
+
+
+def test_the_model_folder_is_one_that_transformers_reads(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_model(tmp_path / "model", 20, 8)
+    read = config_from_hf(folder)
+    assert len(read.index_layers) == 7 and read.index_topk == 2048
+    assert transformers.AutoTokenizer.from_pretrained(folder)("abc")["input_ids"] == [64, 65, 66]
