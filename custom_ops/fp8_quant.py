@@ -24,15 +24,28 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _corrected(q: tl.tensor, x: tl.tensor, divisor: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """x / divisor from q, an estimate of it; inverse: 1 / divisor, rounded.
+
+    Twice, from x * inverse, it makes the rounded quotient, as a division does it, without its tests for values that
+    are too small or too large and the branch behind them. Signed zeros keep their sign.
+    """
+    return tl.fma(-tl.fma(q, divisor, -x), inverse, q)
+
+
+@triton.jit
 def scale_of_magnitude(bits: tl.tensor, ROUND_SCALE: tl.constexpr) -> tl.tensor:
     """The e4m3 scale of blocks whose largest ``magnitude`` is ``bits``."""
     amax = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(tl.maximum(amax, 1e-4), tl.full(amax.shape, 448.0, tl.float32))
+    floored = tl.maximum(amax, 1e-4)
+    largest, inverse = tl.full(amax.shape, 448.0, tl.float32), tl.full(amax.shape, 1 / 448, tl.float32)
+    scale = _corrected(floored * inverse, floored, largest, inverse)
+    scale = _corrected(scale, floored, largest, inverse)
     if ROUND_SCALE:
         # Carry any mantissa bit into the exponent: exact, unlike exp2(ceil(log2(scale))).
         bits = scale.to(tl.int32, bitcast=True)
         scale = ((bits + 0x7FFFFF) & -0x800000).to(tl.float32, bitcast=True)
-    return tl.where(amax != amax, float("nan"), scale)
+    return tl.where(amax < float("inf"), scale, amax)
 
 
 @triton.jit
@@ -42,15 +55,26 @@ def e4m3_scale(x: tl.tensor, axis: tl.constexpr, ROUND_SCALE: tl.constexpr) -> t
 
 
 @triton.jit
+def _inverse_power(scale: tl.tensor) -> tl.tensor:
+    """1 / scale of a power of two, infinity or NaN: the exponent's opposite."""
+    inverse = (0x7F000000 - scale.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return tl.where(scale < float("inf"), inverse, tl.where(scale == float("inf"), 0.0, scale))
+
+
+@triton.jit
 def to_e4m3(x: tl.tensor, scale: tl.tensor, ROUND_SCALE: tl.constexpr) -> tl.tensor:
-    """x / scale, saturated, as e4m3; NaN stays NaN. ROUND_SCALE: as ``scale`` was made."""
+    """x / scale as e4m3; NaN stays NaN. ROUND_SCALE: as ``scale`` was made. The cast saturates by itself."""
     if ROUND_SCALE:
-        # The reciprocal of a power of two is exact, and so the product is the quotient: an eighth of the instructions.
-        y = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        y = x * _inverse_power(scale)  # exact, so it is the quotient
     else:
-        x, scale = tl.broadcast(x, scale)
-        y = tl.div_rn(x, scale)
-    return tl.clamp(y, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
+        inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        y = x * inverse
+        # Of an infinite scale nothing is left to correct; of quotients too small for it e4m3 makes zero anyway.
+        divisor = tl.where(inverse == 0.0, 0.0, scale)
+        inverse, divisor = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(divisor, x.shape)
+        y = _corrected(y, x, divisor, inverse)
+        y = _corrected(y, x, divisor, inverse)
+    return y.to(tl.float8e4nv)
 
 
 # Elements and warps of a program.

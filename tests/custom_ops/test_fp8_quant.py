@@ -97,6 +97,28 @@ def test_nan_stays_in_its_block_and_is_not_lost(provider: str, round_scale: bool
     s.assert_bitwise(scale, clean_scale)
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_quotients_half_way_are_half_way(provider: str) -> None:
+    # The largest is 7 b and the scale b / 64, so m b / 64 is m of them: half way between two values of e4m3, where
+    # the product with a rounded 64 / b may be on either side.
+    b = torch.arange(1.0, 2048.0, device=s.DEVICE)[:, None]
+    m = torch.tensor([448.0, 17.0, -19.0, 21.0, 27.0, -0.0, 0.0, 1.0625], device=s.DEVICE)
+    args = {"x": b * m / 64, "block_size": 8, "round_scale": False}
+    q, scale = s.call("quant_fp8", provider, args)
+    assert torch.equal(scale, b / 64)
+    assert codes(q) == [[0x7E, 0x58, 0xDA, 0x5A, 0x5E, 0x80, 0x00, 0x38]] * len(b)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+@pytest.mark.parametrize("round_scale", [False, True])
+def test_beside_an_infinity_all_is_zero(provider: str, round_scale: bool) -> None:
+    x = torch.tensor([[torch.inf, 1.0, -1e30, -0.0], [2.0, -1.0, 1e-30, 0.0]], device=s.DEVICE)
+    q, scale = s.call("quant_fp8", provider, {"x": x, "block_size": 4, "round_scale": round_scale})
+    assert scale[0].item() == torch.inf and scale[1].isfinite()
+    assert q[0, 0].float().isnan() and codes(q)[0][1:] == [0x00, 0x80, 0x80]
+    assert codes(q)[1][2:] == [0, 0]
+
+
 def test_wrong_arguments() -> None:
     args = {"x": s.randn((3, 256)), "block_size": 128, "round_scale": False}
     s.assert_refused("quant_fp8", args | {"x": args["x"].double()}, "x", "got torch.float64")
