@@ -117,6 +117,7 @@ def flash_mla_slower(q: torch.Tensor, *rest: Any) -> str | None:
 def _flash_mla_inputs_kernel(
     q: tl.tensor,
     topk: tl.tensor,
+    select_lens: tl.tensor,
     queries: tl.tensor,
     indices: tl.tensor,
     k: tl.tensor,
@@ -124,15 +125,20 @@ def _flash_mla_inputs_kernel(
     COPY_Q: tl.constexpr,
     ROW: tl.constexpr,
     BLOCK: tl.constexpr,
+    GRAIN: tl.constexpr,
 ) -> None:
-    """A program a row: its queries, and its slots with 0 for a -1 in the first place and -1 beyond k."""
+    """A program a row: its queries, and its slots with 0 for a -1 in the first place and -1 beyond k.
+
+    Of the slots only those up to a row's length, rounded up to GRAIN: FlashMLA reads no others.
+    """
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
-    for begin in range(0, padded_k, BLOCK):
+    end = tl.minimum(tl.cdiv(tl.maximum(tl.load(select_lens + row), 1), GRAIN) * GRAIN, padded_k)
+    for begin in range(0, end, BLOCK):
         place = begin + at
         slot = tl.load(topk + row * k + place, mask=place < k, other=-1)
         slot = tl.where((place == 0) & (slot < 0), 0, slot)
-        tl.store(indices + row * padded_k + place, slot, mask=place < padded_k)
+        tl.store(indices + row * padded_k + place, slot, mask=place < end)
     if COPY_Q:
         for begin in range(0, ROW, BLOCK):
             place = begin + at
@@ -144,14 +150,17 @@ KERNELS = [
     (
         _flash_mla_inputs_kernel,
         {
-            "q": "*bf16", "topk": "*i32", "queries": "*bf16", "indices": "*i32", "k": "i32", "padded_k": "i32",
+            "q": "*bf16", "topk": "*i32", "select_lens": "*i32", "queries": "*bf16", "indices": "*i32", "k": "i32",
+            "padded_k": "i32",
         },
-        {"COPY_Q": True, "ROW": 8 * 576, "BLOCK": 1024},
+        {"COPY_Q": True, "ROW": 8 * 576, "BLOCK": 1024, "GRAIN": FLASH_MLA_TOPK},
     )
 ]  # fmt: skip
 
 
-def _flash_mla_inputs(q: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _flash_mla_inputs(
+    q: torch.Tensor, topk: torch.Tensor, select_lens: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """q with 64 or 128 heads and topk [T, 1, a multiple of 128], by one launch.
 
     The heads that q lacks are those of the rows behind it: heads do not mix, and nothing is written for them.
@@ -167,8 +176,8 @@ def _flash_mla_inputs(q: torch.Tensor, topk: torch.Tensor) -> tuple[torch.Tensor
         queries = q.new_empty(rows * heads + padded_heads - heads, width)
         queries = queries.as_strided((rows, padded_heads, width), (heads * width, width, 1))
     _flash_mla_inputs_kernel[(rows,)](
-        q, topk, queries, indices, k, padded_k,
-        COPY_Q=heads != padded_heads, ROW=heads * width, BLOCK=1024, num_warps=4,
+        q, topk, select_lens, queries, indices, k, padded_k,
+        COPY_Q=heads != padded_heads, ROW=heads * width, BLOCK=1024, GRAIN=FLASH_MLA_TOPK, num_warps=4,
     )  # fmt: skip
     return queries, indices
 
@@ -194,7 +203,7 @@ def flash_mla(
     """``sparse_mla`` by ``flash_mla_sparse_fwd``: heads padded to 64 or 128, k to a multiple of 128."""
     if q.shape[0] == 0:
         return
-    queries, indices = _flash_mla_inputs(q, topk)
+    queries, indices = _flash_mla_inputs(q, topk, select_lens)
     forward = getattr(_module("flash_mla"), "flash_mla_sparse_fwd")  # noqa: B009  (a module or a reason, to mypy)
     result = forward(
         queries, cache.unsqueeze(1), indices, sm_scale,

@@ -37,7 +37,7 @@ def run(rows: int, kv_len: int) -> list[str]:
             if case.op == "sparse_mla":
                 for split in (False, True):
                     launch_sparse_mla(*case.args, split=split)
-                vendor._flash_mla_inputs(case.args[0], case.args[2])
+                vendor._flash_mla_inputs(case.args[0], *case.args[2:4])
     torch.cuda.synchronize()
     return ran
 
