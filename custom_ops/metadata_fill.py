@@ -2,160 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import triton
-import triton.language as tl
 
 from custom_ops._checks import check_range, check_tensor
-from custom_ops._register import Provider, debug_checks_on, define, forced_provider, require
-from custom_ops.batch_metadata import PAGE, BatchMetadata
-
-_ROWS = 128
-_REQUESTS = 64
-_COPY = 1024
-
-# Compiled kernels by all that they depend on: looking one up takes a tenth of the time of Triton's own lookup.
-_compiled: dict[tuple[Any, ...], Any] = {}
-
-_VARYING = ["requests", "pages", "row_blocks", "new_at", "table_at", "table_stride", "ids_at", "tails_at"]
-
-
-# What varies from batch to batch must not make another kernel: compiling one would stall a request.
-@triton.jit(
-    do_not_specialize=_VARYING,
-    do_not_specialize_on_alignment=["prefix_lens", "new_lens", "page_table", "new_ids", "tail_ids"],
-)
-def _fill_kernel(
-    prefix_lens: tl.tensor,
-    new_lens: tl.tensor,
-    page_table: tl.tensor,
-    new_ids: tl.tensor,
-    tail_ids: tl.tensor,
-    positions: tl.tensor,
-    slots: tl.tensor,
-    kv_lens: tl.tensor,
-    select_lens: tl.tensor,
-    request_of_row: tl.tensor,
-    static_page_table: tl.tensor,
-    num_rows: tl.tensor,
-    input_ids: tl.tensor,
-    last_rows: tl.tensor,
-    requests: tl.tensor,
-    pages: tl.tensor,
-    row_blocks: tl.tensor,
-    new_at: tl.tensor,
-    table_at: tl.tensor,
-    table_stride: tl.tensor,
-    ids_at: tl.tensor,
-    tails_at: tl.tensor,
-    rows: tl.tensor,
-    static_pages: tl.tensor,
-    index_topk: tl.tensor,
-    IDS: tl.constexpr,
-    LAST: tl.constexpr,
-    PAGE_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    REQUESTS: tl.constexpr,
-    COPY: tl.constexpr,
-) -> None:
-    """The first programs fill ROWS rows each, the others copy COPY entries of the page table each.
-
-    A row finds its request by counting the requests that end at or before it, so no scan crosses programs.
-    IDS: 0 leaves input_ids alone, 1 copies new_ids, 2 takes the next row's id and at a request's last row its tail.
-    """
-    table = page_table + table_at
-    if tl.program_id(0) < row_blocks:
-        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-        owner = tl.zeros((ROWS,), tl.int32)
-        first = tl.zeros((ROWS,), tl.int32)
-        total = 0
-        for at in range(0, requests, REQUESTS):
-            request = at + tl.arange(0, REQUESTS)
-            length = tl.load(new_lens + new_at + request, mask=request < requests, other=0)
-            end = total + tl.cumsum(length)
-            passed = (end[None, :] <= row[:, None]) & (request < requests)[None, :]
-            owner += tl.sum(passed.to(tl.int32), axis=1)
-            first += tl.sum(tl.where(passed, length[None, :], 0), axis=1)
-            total += tl.sum(length)
-            if LAST:  # noqa: SIM102  (the outer one is decided when the kernel is compiled)
-                if tl.program_id(0) == 0:
-                    tl.store(last_rows + request, tl.maximum(end - 1, 0).to(tl.int64), mask=request < requests)
-        valid = row < total
-        position = tl.load(prefix_lens + owner, mask=valid, other=0) + row - first
-        page = tl.load(table + owner * table_stride + position // PAGE_SIZE, mask=valid, other=0)
-        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
-        stored = row < rows
-        tl.store(positions + row, tl.where(valid, position, 0).to(tl.int64), mask=stored)
-        tl.store(slots + row, tl.where(valid, slot, 0), mask=stored)
-        tl.store(kv_lens + row, tl.where(valid, position + 1, 0), mask=stored)
-        tl.store(select_lens + row, tl.where(valid, tl.minimum(position + 1, index_topk), 1), mask=stored)
-        tl.store(request_of_row + row, tl.where(valid, owner, 0), mask=stored)
-        if IDS == 1:
-            ids = tl.load(new_ids + ids_at + row, mask=valid, other=0).to(tl.int64)
-            tl.store(input_ids + row, ids, mask=stored)
-        if IDS == 2:
-            own = tl.load(new_lens + new_at + owner, mask=valid, other=0)
-            last = row - first == own - 1
-            following = tl.load(new_ids + ids_at + row + 1, mask=valid & ~last, other=0).to(tl.int64)
-            tail = tl.load(tail_ids + tails_at + owner, mask=valid & last, other=0).to(tl.int64)
-            tl.store(input_ids + row, following + tail, mask=stored)
-        if tl.program_id(0) == 0:
-            tl.store(num_rows, total)
-    else:
-        entry = (tl.program_id(0) - row_blocks) * COPY + tl.arange(0, COPY)
-        inside = entry < requests * pages
-        source = table + (entry // pages) * table_stride + entry % pages
-        target = static_page_table + (entry // pages) * static_pages + entry % pages
-        tl.store(target, tl.load(source, mask=inside), mask=inside)
-
-
-def _launch(
-    lens: tuple[torch.Tensor, torch.Tensor, int],
-    table: tuple[torch.Tensor, int, int],
-    shape: tuple[int, int],
-    ids: tuple[torch.Tensor, int] | None,
-    tails: tuple[torch.Tensor, int] | None,
-    buffers: tuple[torch.Tensor, ...],
-    input_ids: torch.Tensor | None,
-    last_rows: torch.Tensor | None,
-    index_topk: int,
-) -> None:
-    """lens: prefix and new lengths, and where the new ones begin. table: tensor, start, row stride. ids: likewise."""
-    requests, pages = shape
-    positions, static_page_table = buffers[0], buffers[5]
-    rows = positions.shape[0]
-    row_blocks = max(1, -(-rows // _ROWS))  # one at least: it writes num_rows
-    mode = 0 if ids is None or input_ids is None else (1 if tails is None else 2)
-    unused = buffers[6]
-    id_source, ids_at = (unused, 0) if ids is None else ids
-    tail_source, tails_at = (unused, 0) if tails is None else tails
-    pointers = (
-        lens[0],
-        lens[1],
-        table[0],
-        id_source,
-        tail_source,
-        *buffers,
-        unused if input_ids is None else input_ids,
-        unused if last_rows is None else last_rows,
-    )
-    varying = (requests, pages, row_blocks, lens[2], table[1], table[2], ids_at, tails_at)
-    # What a compiled kernel depends on: constants, the sizes of the static buffers, types, alignment, the device.
-    fixed = (rows, static_page_table.shape[1], index_topk)
-    constants = (mode, last_rows is not None, PAGE, _ROWS, _REQUESTS, _COPY)
-    kinds = tuple([p.dtype for p in pointers[:5]] + [p.data_ptr() % 16 for p in pointers[5:]])
-    key = (positions.device, fixed, constants[:2], kinds)
-    grid = (row_blocks + -(-requests * pages // _COPY), 1, 1)
-    compiled = _compiled.get(key)
-    if compiled is not None:
-        compiled[grid](*pointers, *varying, *fixed, *constants)
-        return
-    names = ("IDS", "LAST", "PAGE_SIZE", "ROWS", "REQUESTS", "COPY")
-    kernel = _fill_kernel[grid](*pointers, *varying, *fixed, **dict(zip(names, constants, strict=True)))
-    if kernel is not None:  # the interpreter compiles nothing
-        _compiled[key] = kernel
+from custom_ops._register import Provider, debug_checks_on, define, require
+from custom_ops.batch_metadata import PAGE
+from custom_ops.metadata_kernels import CONSTANTS, COPY, ROWS, fill_kernel
 
 
 def _triton(
@@ -175,51 +27,34 @@ def _triton(
     input_ids: torch.Tensor | None = None,
     last_rows: torch.Tensor | None = None,
 ) -> None:
-    _launch(
-        (prefix_lens, new_lens, 0),
-        (page_table, 0, page_table.stride(0)),
-        (page_table.shape[0], page_table.shape[1]),
-        None if new_ids is None else (new_ids, 0),
-        None if tail_ids is None else (tail_ids, 0),
-        (positions, slots, kv_lens, select_lens, request_of_row, static_page_table, num_rows),
-        input_ids,
-        last_rows,
+    requests, pages = page_table.shape
+    rows, unused = positions.shape[0], num_rows
+    row_blocks = max(1, -(-rows // ROWS))  # one at least: it writes num_rows
+    fill_kernel[(row_blocks + -(-requests * pages // COPY),)](
+        prefix_lens,
+        new_lens,
+        page_table,
+        unused if new_ids is None else new_ids,
+        unused if tail_ids is None else tail_ids,
+        positions,
+        slots,
+        kv_lens,
+        select_lens,
+        request_of_row,
+        static_page_table,
+        num_rows,
+        unused if input_ids is None else input_ids,
+        unused if last_rows is None else last_rows,
+        requests,
+        pages,
+        row_blocks,
+        0 if tail_ids is None else 1,
+        rows,
+        static_page_table.shape[1],
         index_topk,
-    )
-
-
-def fill_staged(
-    metadata: BatchMetadata,
-    staged: torch.Tensor,
-    requests: int,
-    table: tuple[torch.Tensor, int, int],
-    pages: int,
-    ids: tuple[torch.Tensor, int],
-    tails: tuple[torch.Tensor, int] | None,
-) -> None:
-    """``fill_batch_metadata`` into all of ``metadata``, unchecked, in one launch from parts of larger tensors.
-
-    staged: int32, the prefix lengths, then the new lengths. table: (int32 tensor, start, stride of a request). ids,
-    tails: (int32 or int64 tensor, start). Without Triton (on a CPU) the specification runs on views of these.
-    """
-    m = metadata
-    buffers = (m.positions, m.slots, m.kv_lens, m.select_lens, m.request_of_row, m.page_table, m.num_rows_device)
-    if (forced_provider("fill_batch_metadata") or ("triton" if staged.is_cuda else "reference")) == "triton":
-        _launch(
-            (staged, staged, requests), table, (requests, pages), ids, tails, buffers, m.input_ids, m.last_rows,
-            m.index_topk,
-        )  # fmt: skip
-        return
-    fill_batch_metadata_reference(
-        staged[:requests],
-        staged[requests : 2 * requests],
-        table[0].as_strided((requests, pages), (table[2], 1), table[0].storage_offset() + table[1]),
-        *buffers,
-        m.index_topk,
-        ids[0][ids[1] :],
-        None if tails is None else tails[0][tails[1] :],
-        m.input_ids,
-        m.last_rows,
+        IDS=input_ids is not None,
+        LAST=last_rows is not None,
+        **CONSTANTS,
     )
 
 
@@ -339,33 +174,6 @@ FILL_BATCH_METADATA = define(
     providers={"triton": Provider(_triton)},
     preference=("triton",),
 )
-
-
-_SIGNATURE = {
-    "prefix_lens": "*i32",
-    "new_lens": "*i32",
-    "page_table": "*i32",
-    "new_ids": "*i64",
-    "tail_ids": "*i64",
-    "positions": "*i64",
-    "slots": "*i64",
-    "kv_lens": "*i32",
-    "select_lens": "*i32",
-    "request_of_row": "*i32",
-    "static_page_table": "*i32",
-    "num_rows": "*i32",
-    "input_ids": "*i64",
-    "last_rows": "*i64",
-    **dict.fromkeys((*_VARYING, "rows", "static_pages", "index_topk"), "i32"),
-}
-KERNELS = [
-    (
-        _fill_kernel,
-        _SIGNATURE,
-        {"IDS": ids, "LAST": True, "PAGE_SIZE": PAGE, "ROWS": _ROWS, "REQUESTS": _REQUESTS, "COPY": _COPY},
-    )
-    for ids in (1, 2)
-]
 
 
 def fill_batch_metadata(

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from custom_ops.batch_metadata import PAGE, BatchMetadata
-from custom_ops.metadata_fill import fill_staged
+from custom_ops.metadata_header import Description
+
+from .staging import Staging
 
 Lengths = Sequence[int] | torch.Tensor
 
@@ -136,96 +138,45 @@ def _check_pages(table: torch.Tensor, prefix_lens: list[int], kv_lens: list[int]
             )
 
 
-class Staging:
-    """Host memory that what a batch has on the host is packed in, to go to the device in one copy.
-
-    On CUDA it is pinned, and there are several in turn: one is packed while copies of others are under way.
-    """
-
-    _TURNS = 4
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        # An index, which torch resolves sooner than a device without one.
-        self._index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-        self._turn = 0
-        self._hosts: list[torch.Tensor] = []
-        self._devices: list[torch.Tensor] = []
-        self._arrays: list[np.ndarray] = []
-        self._copied: list[torch.cuda.Event] = []
-
-    def take(self, words: int) -> np.ndarray:
-        """int32 host memory of at least ``words`` words that no copy is reading."""
-        if self.device.type != "cuda":
-            self._arrays = [np.empty(words, dtype=np.int32)]
-            return self._arrays[0]
-        if not self._hosts or self._hosts[0].shape[0] < words:
-            self._grow(max(1 << 16, 1 << (words - 1).bit_length()))
-        self._turn = (self._turn + 1) % self._TURNS
-        self._copied[self._turn].synchronize()
-        return self._arrays[self._turn]
-
-    def send(self, words: int) -> torch.Tensor:
-        """The first ``words`` words of what was taken last, on the device in the order of the current stream."""
-        if self.device.type != "cuda":
-            return torch.from_numpy(self._arrays[0])
-        target = self._devices[self._turn]
-        target[:words].copy_(self._hosts[self._turn][:words], non_blocking=True)
-        self._copied[self._turn].record(torch.cuda.current_stream(self._index))
-        return target
-
-    def _grow(self, words: int) -> None:
-        for event in self._copied:
-            event.synchronize()
-        turns = range(self._TURNS)
-        self._hosts = [torch.empty(words, dtype=torch.int32, pin_memory=True) for _ in turns]
-        self._devices = [torch.empty(words, dtype=torch.int32, device=self.device) for _ in turns]
-        self._arrays = [host.numpy() for host in self._hosts]
-        self._copied = [torch.cuda.Event() for _ in turns]
-
-
 def fill(
-    metadata: BatchMetadata,
-    batch: Batch,
-    host: HostBatch,
-    tail_ids: torch.Tensor | None = None,
-    staging: Staging | None = None,
+    metadata: BatchMetadata, batch: Batch, host: HostBatch, staging: Staging, tail_ids: torch.Tensor | None = None
 ) -> None:
-    """Bring a checked batch into the static buffers, pad tails included: one copy to the device, one launch.
+    """Bring a checked batch into the static buffers, pad tails included, in one launch that copies nothing before.
 
     tail_ids: [B], int32 or int64, on any device; row t then takes the token after its own, a request's last row the
-    tail's. What of ids, tails and page table is on the device already is read where it is.
+    tail's. What of ids, tails and page table is on the GPU already is read where it is; ids of 64 bits by their low 32.
     """
-    device = metadata.input_ids.device
-    staging = staging or Staging(device)
     requests, pages = len(host.new_lens), -(-host.max_kv_len // PAGE)
-    table, ids = batch.page_table, batch.input_ids
-    words, places = 2 * requests, {}
-    given = {"table": table, "ids": ids, "tails": tail_ids}
-    for name, tensor in given.items():
-        if tensor is not None and tensor.device != device:
-            places[name] = words
-            words += requests * pages if name == "table" else (host.rows if name == "ids" else requests)
-    packed = staging.take(words)
-    packed[:requests] = host.prefix_lens
-    packed[requests : 2 * requests] = host.new_lens
-    if "table" in places:
-        entries = packed[places["table"] : places["table"] + requests * pages]
-        entries.reshape(requests, pages)[:] = table.cpu().numpy()[:, :pages]
-    for name, count in (("ids", host.rows), ("tails", requests)):
-        if name in places:
-            packed[places[name] : places[name] + count] = given[name].cpu().numpy()  # type: ignore[union-attr]
-    sent = staging.send(words)
-
-    def at(name: str) -> tuple[torch.Tensor, int]:
-        tensor = given[name]
-        assert tensor is not None
-        return (sent, places[name]) if name in places else (tensor.contiguous(), 0)
-
-    if "table" not in places and table.stride(-1) != 1:
-        table = table.contiguous()
-    where = (sent, places["table"], pages) if "table" in places else (table, 0, table.stride(0))
-    fill_staged(metadata, sent, requests, where, pages, at("ids"), None if tail_ids is None else at("tails"))
+    table, ids, tails = batch.page_table, batch.input_ids, tail_ids
+    with_table, with_ids = staging.packs(table), staging.packs(ids)
+    with_tails = tails is not None and staging.packs(tails)
+    table_at = 2 * requests
+    ids_at = table_at + (requests * pages if with_table else 0)
+    tails_at = ids_at + (host.rows if with_ids else 0)
+    turn = staging.take(tails_at + (requests if with_tails else 0))
+    words, address = turn.words, turn.address
+    words[:requests] = host.prefix_lens
+    words[requests:table_at] = host.new_lens
+    if with_table:
+        words[table_at:ids_at].reshape(requests, pages)[:] = table.cpu().numpy()[:, :pages]
+        where = address + 4 * table_at, pages
+    else:
+        table = table if table.stride(-1) == 1 else table.contiguous()
+        where = table.data_ptr(), table.stride(0)
+    if with_ids:
+        words[ids_at:tails_at] = ids.cpu().numpy()
+        new = address + 4 * ids_at, 1
+    else:
+        ids = ids.contiguous()
+        new = ids.data_ptr(), ids.element_size() // 4
+    last = 0, 0
+    if tails is not None and with_tails:
+        words[tails_at : tails_at + requests] = tails.cpu().numpy()
+        last = address + 4 * tails_at, 1
+    elif tails is not None:
+        tails = tails.contiguous()
+        last = tails.data_ptr(), tails.element_size() // 4
+    staging.fill(turn, Description(requests, pages, address, *where, *new, *last), metadata)
     metadata.num_rows = host.rows
     metadata.num_requests = requests
     metadata.max_kv_len = host.max_kv_len

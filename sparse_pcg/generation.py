@@ -66,7 +66,7 @@ class Decoder:
         bound = min(max(PAGE, 1 << (context - 1).bit_length()), self._metadata.page_table.shape[1] * PAGE)
         with runner._lock, no_grad():
             decode = self._decodes.get((size, bound)) or self._prepare(size, bound)
-            fill(self._metadata, batch, host, staging=runner._staging)
+            fill(self._metadata, batch, host, runner._staging)
             self._bind(size, bound)
             forward_context = runner._context(self._metadata)
             with use_context(forward_context), debug_checks(runner.options.debug_checks):
@@ -106,7 +106,7 @@ class Decoder:
     def _prepare(self, size: int, bound: int) -> _Decode:
         runner = self._require()
         batch, host = dummy(size, runner.device)
-        fill(self._metadata, batch, host)
+        fill(self._metadata, batch, host, runner._staging)
         self._bind(size, bound)
         with use_context(runner._context(self._metadata)):
             bucket = runner._trace(self._metadata, size)

@@ -96,7 +96,7 @@ def runner_costs(
         raise ValueError(f"runner_costs: bucket, variant must be captured ones of {sizes}, got {bucket}, {variant!r}")
     with runner._lock, no_grad():
         batch, host = dummy(size, runner.device)
-        fill(runner.metadata, batch, host)
+        fill(runner.metadata, batch, host, runner._staging)
         with use_context(runner._context(runner.metadata)):
             return step_costs(runner._buckets[size].plans[variant], repeats)
 

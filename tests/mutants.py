@@ -216,13 +216,13 @@ MUTANTS = [
     _ops("sparse_mla_kernels.py", "chunk_total * new)", "chunk_total)",
          "test_sparse_mla.py::test_whoever_takes_the_chunks_the_bits_are_the_same"),
     # Metadata: `<` for `<=` between requests, a carry, 32 bits
-    _ops("metadata_fill.py", "passed = (end[None, :] <= row[:, None])",
+    _ops("metadata_kernels.py", "passed = (end[None, :] <= row[:, None])",
          "passed = (end[None, :] < row[:, None])", "test_metadata_fill.py::test_by_hand"),
     _ops("metadata_fill.py", "request = torch.searchsorted(ends, row, right=True)",
          "request = torch.searchsorted(ends, row, right=False)", "test_metadata_fill.py::test_by_hand"),
-    _ops("metadata_fill.py", "total += tl.sum(length)", "total = tl.sum(length)",
+    _ops("metadata_kernels.py", "total += tl.sum(length)", "total = tl.sum(length)",
          "test_metadata_fill.py::test_more_requests_than_one_block"),
-    _ops("metadata_fill.py", "slot = page.to(tl.int64) * PAGE_SIZE", "slot = page * PAGE_SIZE",
+    _ops("metadata_kernels.py", "slot = page.to(tl.int64) * PAGE_SIZE", "slot = page * PAGE_SIZE",
          "test_metadata_fill.py::test_large_slots_are_64_bit"),
     # Composites: what is bound
     _ops("composites.py", 'bind("slots", rows_like=key)', 'bind("positions", rows_like=key)',
@@ -233,7 +233,7 @@ MUTANTS = [
     # Backend. Padding: a tail that keeps what was there, small buckets captured first
     _ops("metadata_fill.py", "input_ids.copy_(torch.where(valid, taken, 0))",
          "input_ids.copy_(torch.where(valid, taken, input_ids))", "test_metadata_fill.py::test_ids_by_hand"),
-    _ops("metadata_fill.py", "last = row - first == own - 1", "last = row - first == own",
+    _ops("metadata_kernels.py", "(row - first == own - 1)", "(row - first == own)",
          "test_metadata_fill.py::test_ids_by_hand"),
     _backend("graph_runner.py", "sorted(set(self.sizes) - set(self._buckets), reverse=True)",
              "sorted(set(self.sizes) - set(self._buckets))",
@@ -290,7 +290,7 @@ MUTANTS = [
     # Profiling and benches: an observer that stays, another batch's pages written, paths of this machine
     _backend("profiling.py", "    Plan.observer = before", "    Plan.observer = observer",
              "test_plan.py::test_an_observer_goes_also_when_the_block_fails"),
-    _backend("profiling.py", "fill(runner.metadata, batch, host)", "pass",
+    _backend("profiling.py", "fill(runner.metadata, batch, host, runner._staging)", "pass",
              "test_profiling.py::test_the_steps_of_a_bucket"),
     _backend("profiling.py", "torch.cuda.nvtx.range) if on", "torch.cuda.nvtx.range) if not on",
              "test_profiling.py::test_nvtx_names_plan_and_steps_until_it_is_off"),

@@ -82,7 +82,7 @@ def _served(runner: Any, stack: ExitStack) -> tuple[Any, tuple[Any, ...]]:
     device = runner.device
     ids = (torch.arange(rows) * 7 + 3).remainder(vocab).to(device)
     batch = Batch(ids, [rows], [0], torch.tensor([request.pages], dtype=torch.int32, device=device))
-    fill(runner.metadata, batch, check_batch(batch, runner.kv.num_pages, False))
+    fill(runner.metadata, batch, check_batch(batch, runner.kv.num_pages, False), runner._staging)
     stack.enter_context(use_context(runner.kv.context(runner.metadata)))
     buffers = {n: getattr(runner.metadata, n) for n in ROW_BUFFERS} | runner.further_rows
     parameters = list(inspect.signature(runner.model.forward).parameters)

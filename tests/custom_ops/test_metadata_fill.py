@@ -8,7 +8,7 @@ from hypothesis import given
 import custom_ops
 from custom_ops import BatchMetadata, use_provider
 from custom_ops._register import debug_checks
-from custom_ops.metadata_fill import fill_staged
+from custom_ops.metadata_header import HEADER_WORDS, Description, fill_described
 from tests.custom_ops import strategies as s
 from tests.custom_ops.batches import int32
 
@@ -146,21 +146,79 @@ def test_ids_by_hand(provider: str) -> None:
     assert args["input_ids"].tolist() == [11, 12, 13, 14, 15, 0, 0]
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_parts_of_one_staging_tensor(provider: str) -> None:
-    """What ``fill_staged`` takes from one tensor is what the operator takes from many."""
-    prefix, new, table = [70, 0, 3], [5, 4, 1], s.integers(1000, 9).view(3, 3).int()
-    want, got = (BatchMetadata.allocate(16, 4, 3, 8, s.DEVICE) for _ in range(2))
-    ids, tails = s.integers(500, 10).int(), int32([7, 8, 9])
+def on_host(values: torch.Tensor) -> torch.Tensor:
+    """Where a header and what it points at may lie: host memory, pinned if a GPU is to read it."""
+    return values.cpu().pin_memory() if s.ON_GPU else values.cpu()
+
+
+@given(
+    requests=st.lists(st.tuples(lengths, lengths), max_size=5),
+    tails=st.booleans(),
+    dtypes=st.tuples(*[st.sampled_from((torch.int32, torch.int64))] * 2),
+    seed=s.seeds,
+)
+def test_a_header_describes_what_the_operator_takes(
+    requests: list[tuple[int, int]], tails: bool, dtypes: tuple[torch.dtype, torch.dtype], seed: int
+) -> None:
+    prefix, new = [p for p, _ in requests], [n for _, n in requests]
+    pages = max([-(-(p + n) // 64) for p, n in requests], default=0)
+    wider = s.integers(2**24, len(requests) * (pages + 2), seed).view(len(requests), pages + 2).int()
+    ids = s.integers(2**17, sum(new), seed + 1).to(dtypes[0]) + 1
+    ends = s.integers(2**17, len(new), seed + 2).to(dtypes[1]) + 1
+    buffers = [BatchMetadata.allocate(sum(new) + 130, 8, 9, 40, s.DEVICE) for _ in range(3)]
+    for m in buffers:
+        for tensor in vars(m).values():
+            if isinstance(tensor, torch.Tensor):
+                tensor.fill_(-77)
+    want = buffers[0]
     custom_ops.fill_batch_metadata(
-        int32(prefix), int32(new), table, want.positions, want.slots, want.kv_lens, want.select_lens,
-        want.request_of_row, want.page_table, want.num_rows_device, 8, ids, tails, want.input_ids, want.last_rows,
+        int32(prefix), int32(new), wider[:, :pages].contiguous(), want.positions, want.slots, want.kv_lens,
+        want.select_lens, want.request_of_row, want.page_table, want.num_rows_device, 40, ids,
+        ends if tails else None, want.input_ids, want.last_rows,
     )  # fmt: skip
-    staged = torch.cat((int32([*prefix, *new, -5]), table.flatten(), ids, tails))
+    lens, table, ids, ends = (on_host(t) for t in (torch.tensor(prefix + new).int(), wider, ids, ends))
+    step = {torch.int32: 1, torch.int64: 2}
+    header = on_host(
+        torch.tensor(
+            Description(
+                len(new), pages, lens.data_ptr(), table.data_ptr(), pages + 2, ids.data_ptr(), step[dtypes[0]],
+                ends.data_ptr() if tails else 0, step[dtypes[1]] if tails else 0,
+            )
+        )
+    )  # fmt: skip
+    for provider, got in zip(PROVIDERS, buffers[1:], strict=True):
+        with use_provider("fill_batch_metadata", provider):
+            fill_described(got, header)
+        for name, tensor in vars(want).items():
+            if isinstance(tensor, torch.Tensor):
+                assert torch.equal(getattr(got, name), tensor), (provider, name)
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_a_header_of_zeros_is_an_empty_batch(provider: str) -> None:
+    got = BatchMetadata.allocate(130, 4, 3, 8, s.DEVICE)
+    for name in (*BUFFERS, "input_ids", "num_rows_device"):
+        getattr(got, name).fill_(-77)
     with use_provider("fill_batch_metadata", provider):
-        fill_staged(got, staged, 3, (staged, 7, 3), 3, (staged, 16), (staged, 26))
-    for name in (*BUFFERS, "page_table", "num_rows_device", "input_ids", "last_rows"):
-        assert torch.equal(getattr(got, name), getattr(want, name)), name
+        fill_described(got, on_host(torch.zeros(HEADER_WORDS, dtype=torch.int64)))
+    for name, pad in {**PADS, "input_ids": 0, "num_rows_device": 0}.items():
+        assert getattr(got, name).unique().tolist() == [pad], name
+
+
+def test_more_of_a_page_table_than_programs_copy_at_once() -> None:
+    """64 programs take turns of 1024 entries."""
+    requests, pages = 300, 300
+    table = on_host(s.integers(2**24, requests * pages, 5).int())
+    lens = on_host(torch.tensor([0] * requests + [1] * requests).int())
+    header = on_host(
+        torch.tensor(Description(requests, pages, lens.data_ptr(), table.data_ptr(), pages, table.data_ptr(), 1, 0, 0))
+    )
+    got = BatchMetadata.allocate(512, requests + 1, pages + 3, 8, s.DEVICE)
+    with use_provider("fill_batch_metadata", "triton"):
+        fill_described(got, header)
+    assert got.page_table[:requests, :pages].flatten().equal(table.to(s.DEVICE))
+    got.page_table[:requests, :pages] = 0
+    assert not got.page_table.any()
 
 
 @pytest.mark.parametrize("provider", PROVIDERS)

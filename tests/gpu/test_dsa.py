@@ -1,9 +1,7 @@
-"""Target, draft and gates on real graphs; the host's part of a batch. test_drafting.py of sparse_pcg runs here too."""
+"""Target, draft and gates on real graphs. test_drafting.py of sparse_pcg runs here too."""
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -11,9 +9,8 @@ import pytest
 import torch
 
 import sparse_pcg
-from sparse_pcg.batch import Batch, Staging, check_batch, fill
+from sparse_pcg.batch import Batch
 from sparse_pcg.drafting import DraftRunner
-from sparse_pcg.graph_runner import GraphRunner
 from sparse_pcg.kv import PagedKV
 from sparse_pcg.models import DSAModel, NextN, preset
 
@@ -72,38 +69,3 @@ def test_replays_of_target_and_draft_never_synchronise() -> None:
                 step()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-
-
-def long_batch(runner: GraphRunner, where: str) -> Batch:
-    """16 requests of 32 new tokens after 128k cached ones."""
-    pages = -(-(131072 + 32) // 64)
-    table = torch.randint(1, runner.kv.num_pages, (16, pages), dtype=torch.int32)
-    table[:, -1] = torch.arange(1, 17)
-    ids = torch.randint(CONFIG.vocab_size, (512,))
-    return Batch(ids.to(where), [32] * 16, [131072] * 16, table.to(where))
-
-
-@pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_the_host_fills_a_long_batch_within_60_us(where: str) -> None:
-    model = DSAModel(replace(CONFIG, num_layers=1, max_positions=140000), device="cuda")
-    kv = PagedKV(1, 2200, device="cuda")
-    runner = sparse_pcg.PrefillRunner(model, kv, sparse_pcg.Options(capture_sizes=(512,), graphs="off"))
-    batch = long_batch(runner, where)
-    host = check_batch(batch, 1 << 20, False) if where == "cuda" else _unchecked(batch)
-    staging, times = Staging(runner.device), []
-    for _ in range(60):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        fill(runner.metadata, batch, host, staging=staging)
-        times.append((time.perf_counter() - start) * 1e6)
-    m = runner.metadata
-    assert m.kv_lens[:512].view(16, 32)[:, -1].tolist() == [131104] * 16
-    assert m.page_table[:16, : batch.page_table.shape[1]].equal(batch.page_table.cuda())
-    print(f"fill from {where}: median {statistics.median(times[10:]):.1f} us, min {min(times):.1f} us")
-    assert statistics.median(times[10:]) <= 60
-
-
-def _unchecked(batch: Batch) -> object:
-    from sparse_pcg.batch import HostBatch
-
-    return HostBatch(512, [32] * 16, [131072] * 16, 131104)
