@@ -70,6 +70,7 @@ struct Shared {
     unsigned stage[MAX_K];
     uint2 few[FEW];
     unsigned warp_sum[32];
+    unsigned warp_high[32];
     unsigned gathered[3];
     unsigned found[4];  // bin, how many above it, how many in it; the last that is not empty
     unsigned few_count;
@@ -141,13 +142,14 @@ struct Search {
     int slack;     // as many more than k may be selected
     bool exact;    // else equal keys are never told apart by their positions
     unsigned top;  // found: the first histogram's last bin, about, that is not empty
-    bool tied;     // found, of an inexact one: more than the slack are equal to the cut
+    bool tied;     // found, of an inexact one: more than the slack are equal to the cut,
+    unsigned need; // of which so many are of the k
 };
 
 // The cut that selects k of the elements, or up to k + slack. ``each(f)`` calls f(key, position) for those of this
 // thread; there are k at least. A position is below ``length``, or the element can only lose. Has barriers inside
 // and after what it reads; leaves the bins zero. RANK_FEW: few that remain are ranked one by one, where ``each`` is
-// little code.
+// little code; else a first bin that holds much is searched for being of one key.
 template <bool RANK_FEW, class Each>
 __device__ __forceinline__ Cut find_cut(Shared& s, int k, int length, Search& search, const Each& each) {
     clear_bins(s);
@@ -196,8 +198,29 @@ __device__ __forceinline__ Cut find_cut(Shared& s, int k, int length, Search& se
         low += skipped;
         width = bin == 0 ? 0 : bin == BINS - 1 ? width - skipped : min(width - skipped, round);
         if (first) search.top = s.found[3];
-        first = false;
         search.tied = inside - need > (unsigned)search.slack;
+        search.need = need;
+        if (!RANK_FEW && first && search.tied && width && inside > total / 4) {
+            unsigned least = ALL, most = 0;
+            each([&](unsigned key, unsigned position) {
+                unsigned offset;
+                if (offset_of(key, position, offset)) {
+                    least = min(least, offset);
+                    most = max(most, offset);
+                }
+            });
+            least = __reduce_min_sync(ALL, least);
+            most = __reduce_max_sync(ALL, most);
+            if (lane() == 0) {
+                s.warp_sum[warp()] = least;
+                s.warp_high[warp()] = most;
+            }
+            __syncthreads();
+            least = __reduce_min_sync(ALL, lane() < WARPS ? s.warp_sum[lane()] : ALL);
+            low += least;
+            width = __reduce_max_sync(ALL, lane() < WARPS ? s.warp_high[lane()] : 0) - least;
+        }
+        first = false;
         if (!search.tied || (width == 0 && !search.exact)) break;
         if (RANK_FEW && inside <= FEW) {
             each([&](unsigned key, unsigned position) {
