@@ -10,17 +10,21 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from . import counters
 from .batch import Batch
 from .kv import PagedKV, RequestPages, page_table
-from .models import DSAModel, preset
+from .models import DSAModel, ModelConfig, Rank, preset
 from .options import Options
 from .runner import PrefillOutput, PrefillRunner
+from .served import KV
 from .verification import TOLERANCE, closeness, eager_sway, pages_of, same_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 BUCKETS = (16, 32, 64, 128, 256)
 REPEATS = 3
@@ -34,7 +38,8 @@ class Row:
     difference of a hidden state from the eager model's; close: see ``verification.closeness``. undecided: None where
     that holds as it is; else the share of rows that move by more than the tolerance in the eager model too, when its
     weights change in their last bits: such rows were allowed twice that move. A choice of tokens or experts that is
-    nearly undecided can reach many of the rows after it, whatever the text.
+    nearly undecided can reach many of the rows after it, whatever the text. rank_diff, alike: where several ranks share
+    the model, the same comparison with the model run by one alone; else None.
     """
 
     request: str
@@ -50,11 +55,13 @@ class Row:
     max_diff: float
     close: bool
     undecided: float | None = None
+    rank_diff: float | None = None
+    alike: bool | None = None
 
 
 @dataclass(frozen=True)
 class Result:
-    """All rows, and what they were measured on."""
+    """All rows, and what they were measured on. ranks: how many processes shared the model; times are the first's."""
 
     rows: list[Row]
     machine: dict[str, str]
@@ -63,11 +70,12 @@ class Result:
     pieces: int
     distinct_pieces: int
     fallbacks: dict[str, int]
+    ranks: int = 1
 
     @property
     def ok(self) -> bool:
-        """Whether every request was replayed, bitwise equal to uncaptured, and close to eager."""
-        return all(row.bitwise and row.close and row.variant for row in self.rows)
+        """Whether every request was replayed, bitwise equal to uncaptured on all ranks, and close to eager."""
+        return all(row.bitwise and row.close and row.variant and row.alike is not False for row in self.rows)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON takes it."""
@@ -107,10 +115,20 @@ def pick_device(name: str) -> torch.device:
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
 
 
-def run_demo(text: bytes, compiler: str, device: torch.device, progress: bool = True) -> Result:
-    """Serve ``text`` and compare the modes; see ``Row``."""
+def demo_config(ranks: int = 1) -> ModelConfig:
+    """The model of the demo. Raises ValueError for a number of ranks that cannot share it."""
+    # Three layers hold every kind (dense and MoE, an indexer of its own and a shared one) and compile quickly.
+    config = replace(preset("tiny"), num_layers=3, indexer_types=("full", "shared", "full"))
+    Rank(0, ranks).part_of(config)
+    return config
+
+
+def run_demo(
+    text: bytes, compiler: str, device: torch.device, progress: bool = True, mesh: DeviceMesh | None = None
+) -> Result:
+    """Serve ``text`` and compare the modes; see ``Row``. mesh: processes that share the model; each calls this."""
     with _one_thread():
-        return _run(text, compiler, device, progress)
+        return _run(text, compiler, device, progress, mesh)
 
 
 @contextmanager
@@ -124,18 +142,24 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Result:
+def _runner(config: ModelConfig, device: torch.device, rank: Rank, **options: Any) -> PrefillRunner:
     dtype = torch.float32  # in bfloat16 a last bit tips a choice of experts now and then, and hides what is compared
-    # Three layers hold every kind (dense and MoE, an indexer of its own and a shared one) and compile quickly.
-    config = replace(preset("tiny"), num_layers=3, indexer_types=("full", "shared", "full"))
-    model = DSAModel(config, dtype=dtype, device=device, seed=0)
+    model = DSAModel(config, dtype=dtype, device=device, seed=0, rank=rank)
     kv = PagedKV(config.num_layers, 64, index_layers=config.index_layers, dtype=dtype, device=device)
-    runner = PrefillRunner(model, kv, Options(capture_sizes=BUCKETS, compiler=compiler))
+    return PrefillRunner(model, kv, Options(capture_sizes=BUCKETS, **options))
+
+
+def _run(text: bytes, compiler: str, device: torch.device, progress: bool, mesh: DeviceMesh | None) -> Result:
+    config, rank = demo_config(), Rank() if mesh is None else Rank.of(mesh)
+    runner = _runner(config, device, rank, compiler=compiler)
+    alone = _runner(config, device, Rank()) if rank.size > 1 and rank.index == 0 else None
     start = time.perf_counter()
     runner.capture(progress=progress)
     seconds = time.perf_counter() - start
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().to(device)
-    rows = [_serve(name, parts, tokens, runner) for name, parts in _requests(kv)]
+    rows = [_serve(name, parts, tokens, runner, alone) for name, parts in _requests(runner.kv)]
+    if mesh is not None:
+        rows = _of_all_ranks(rows, mesh)
     graph = runner.graphs()[0]
     return Result(
         rows,
@@ -145,10 +169,21 @@ def _run(text: bytes, compiler: str, device: torch.device, progress: bool) -> Re
         graph.piece_count,
         graph.distinct_count,
         counters.stats().fallbacks,
+        rank.size,
     )
 
 
-def _requests(kv: PagedKV) -> list[tuple[str, list[_Part]]]:
+def _of_all_ranks(rows: list[Row], mesh: DeviceMesh) -> list[Row]:
+    """The first rank's rows, with what must hold on all of them."""
+    found: list[list[Row]] = [[] for _ in range(mesh.size())]
+    torch.distributed.all_gather_object(found, rows, group=mesh.get_group())
+    return [
+        replace(same[0], bitwise=all(row.bitwise for row in same), close=all(row.close for row in same))
+        for same in zip(*found, strict=True)
+    ]
+
+
+def _requests(kv: KV) -> list[tuple[str, list[_Part]]]:
     """Fresh, short, chunked, with a cached prefix, and several of these in one batch."""
     a, b, c = kv.request(), kv.request(), kv.request()
     served: list[tuple[str, list[_Part]]] = [
@@ -180,7 +215,9 @@ class _Shared(RequestPages):
         super().extend(new_tokens)
 
 
-def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner) -> Row:
+def _serve(
+    name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillRunner, alone: PrefillRunner | None
+) -> Row:
     new = [p.stop - p.start for p in parts]
     for part, count in zip(parts, new, strict=True):
         part.pages.extend(count)
@@ -196,6 +233,11 @@ def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillR
     bitwise = all(map(same_bytes, want, got))
     diff = float((replay.hidden.float() - eager.hidden.float()).abs().max())
     close, undecided = _judge(runner, batch, replay.hidden, eager.hidden)
+    rank_diff, alike = None, None
+    if alone is not None:
+        whole = alone.forward(batch, "eager").hidden
+        rank_diff = float((replay.hidden.float() - whole.float()).abs().max())
+        alike = _judge(alone, batch, replay.hidden, whole, "eager")[0]
     saved, cuts = _launches(runner, replay)
     return Row(
         name,
@@ -211,15 +253,19 @@ def _serve(name: str, parts: list[_Part], tokens: torch.Tensor, runner: PrefillR
         diff,
         close,
         undecided,
+        rank_diff,
+        alike,
     )
 
 
-def _judge(runner: PrefillRunner, batch: Batch, got: torch.Tensor, eager: torch.Tensor) -> tuple[bool, float | None]:
-    """``close`` and ``undecided`` of a row."""
+def _judge(
+    runner: PrefillRunner, batch: Batch, got: torch.Tensor, eager: torch.Tensor, mode: str = "replay"
+) -> tuple[bool, float | None]:
+    """``close`` and ``undecided`` of a row. mode: in which ``runner`` serves the batch again, for its KV."""
     if closeness(got, eager)[1]:
         return True, None
     sway = eager_sway(runner, batch, eager)
-    runner.forward(batch)  # its KV again
+    runner.forward(batch, mode)  # its KV again
     return closeness(got, eager, sway)[1], float((sway > TOLERANCE[eager.dtype]).float().mean())
 
 

@@ -59,6 +59,7 @@ def _short(node: fx.Node) -> str:
 
 def split(gm: fx.GraphModule, analysis: Analysis, named_cuts: frozenset[Any]) -> list[Segment]:
     """The segments of ``gm`` in order. ``analysis`` must be of this graph."""
+    _wait_before_cuts(gm.graph, named_cuts)
     segments = [s for s in _partition(gm.graph, named_cuts) if s.nodes]
     known = set().union(*(symbols_of(analysis.values[n]) for n in gm.graph.nodes if n.op == "placeholder"), set())
     contexts = _open_contexts(segments)
@@ -75,6 +76,19 @@ def split(gm: fx.GraphModule, analysis: Analysis, named_cuts: frozenset[Any]) ->
         segment.kind, segment.why = _classify(segment, analysis, unknown)
         segment.module = _module(gm, segment, contexts[i])
     return segments
+
+
+def _wait_before_cuts(graph: fx.Graph, named_cuts: frozenset[Any]) -> None:
+    """Wait for a collective in the piece that starts it: no capture holds one that is still under way at its end."""
+    cuts = 0
+    home: dict[fx.Node, int] = {}
+    for node in list(graph.nodes):
+        cuts += is_cut(node, named_cuts)
+        home[node] = cuts
+        if _short(node) == "_c10d_functional::wait_tensor":
+            source = node.all_input_nodes[0]
+            if source.op != "placeholder" and home[source] != cuts:
+                source.append(node)
 
 
 def _partition(graph: fx.Graph, named_cuts: frozenset[Any]) -> Iterable[Segment]:

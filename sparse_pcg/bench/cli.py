@@ -9,6 +9,7 @@ from typing import Annotated, Any, Optional
 
 import typer
 
+from ..launch import is_first
 from .timing import write_json
 
 app = typer.Typer(no_args_is_help=True, help="Measure: the cost of a cut, memory, start-up, operators.")
@@ -24,7 +25,10 @@ PlotFile = Annotated[
 
 
 def finish(run: Callable[[], dict[str, Any]], json_file: Path | None, plot_file: Path | None) -> dict[str, Any]:
-    """Run a bench, then write and draw its result; bad arguments end the command before anything runs."""
+    """Run a bench, then write and draw its result; bad arguments end the command before anything runs.
+
+    Where several ranks run it together the first one writes.
+    """
     for name, path in (("json", json_file), ("plot", plot_file)):
         if path is not None and not path.parent.is_dir():
             raise typer.BadParameter(f"{name}: there is no folder {path.parent}")
@@ -32,6 +36,8 @@ def finish(run: Callable[[], dict[str, Any]], json_file: Path | None, plot_file:
         result = run()
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    if not is_first():
+        return result
     if json_file is not None:
         write_json(json_file, result)
     if plot_file is not None:
@@ -99,6 +105,7 @@ def ttft(
     rows: Annotated[str, typer.Option(help="Cached + new tokens, as 0+512,32768+1024; default: eight rows.")] = "",
     repeats: Annotated[int, typer.Option(help="Turns; medians are given.")] = 15,
     compiler: Annotated[str, typer.Option(help="What compiles the pieces: inductor or eager.")] = "inductor",
+    tp: Annotated[int, typer.Option(help="Ranks that share the whole model, under torchrun --nproc-per-node.")] = 1,
     json_file: JsonFile = None,
     plot_file: PlotFile = None,
 ) -> None:
@@ -107,7 +114,7 @@ def ttft(
 
     def run() -> dict[str, Any]:
         chosen = parse_rows(rows) if rows else ROWS
-        sizes = {"layers": layers or None, "experts": experts, "repeats": repeats}
+        sizes = {"layers": layers or None, "experts": experts, "repeats": repeats, "tp": tp}
         return run_ttft(model=model, rows=chosen, compiler=compiler, partial=json_file, **sizes)  # type: ignore[arg-type]
 
     finish(run, json_file, plot_file)

@@ -23,6 +23,7 @@ from ..models.sharding import Rank
 from ..options import Options
 from ..plan import Plan, Ref
 from ..runner import PrefillOutput, PrefillRunner
+from .ranks import Turns
 from .timing import device
 
 RANKS = 8  # tensor-parallel ranks that a model is shared between
@@ -42,6 +43,18 @@ def rank_config(model: str, layers: int | None, experts: int, positions: int) ->
     return replace(part, local_experts=(0, experts))
 
 
+def shared_config(model: str, layers: int | None, experts: int, positions: int, ranks: int) -> ModelConfig:
+    """The whole of ``model``, to be shared by ``ranks``, with ``experts`` routed experts on each; "tiny" has all of
+    its.
+
+    Raises ValueError for what does not fit.
+    """
+    if model == "tiny":
+        return rank_config(model, layers, experts, positions)
+    depth = {} if layers is None else {"num_layers": layers}
+    return preset(model, max_positions=positions, local_experts=(0, experts * ranks), **depth)
+
+
 @dataclass
 class World:
     """A model with a draft, its pools, and the runners: ours, and one with the cuts that engines make today."""
@@ -51,14 +64,17 @@ class World:
     engine: PrefillRunner
     draft: DraftRunner
     kv: PagedKV
+    turns: Turns
     seconds: dict[str, float] = field(default_factory=dict)
 
     @classmethod
-    def build(cls, config: ModelConfig, sizes: tuple[int, ...], pages: int, compiler: str) -> World:
-        """Random weights and caches on the device, drawn there."""
-        where = device()
+    def build(
+        cls, config: ModelConfig, sizes: tuple[int, ...], pages: int, compiler: str, rank: Rank | None = None
+    ) -> World:
+        """Random weights and caches on the device, drawn there. rank: of those that share the model in ``config``."""
+        where, rank = device(), rank or Rank()
         dtype = torch.bfloat16 if where == "cuda" else torch.float32
-        model = DSAModel(config, dtype=dtype, device=where, seed=0)
+        model = DSAModel(config, dtype=dtype, device=where, seed=0, rank=rank)
         layers = config.num_layers
         kv = PagedKV(layers + 1, pages, index_layers=(*config.index_layers, layers), dtype=dtype, device=where)
         _draw_caches(kv)
@@ -67,7 +83,7 @@ class World:
         with _environment(SPARSE_PCG_ATTN_IN_GRAPH="0"):
             engine = PrefillRunner(model, kv, options)
         _trace_once(runner, engine)
-        return cls(config, runner, engine, DraftRunner(NextN(model), kv, runner), kv)
+        return cls(model.config, runner, engine, DraftRunner(NextN(model), kv, runner), kv, Turns(rank))
 
     def forward(self, mode: str, batch: Batch) -> PrefillOutput:
         """One prefill in one of ``MODES``."""
@@ -169,7 +185,8 @@ def full_graph(runner: PrefillRunner, batch: Batch, bucket: int) -> Iterator[Cal
             kept.graph.program.run(kept.inputs)
             if runner.device.type == "cuda":
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+                # What watches over collectives looks at their events from threads of its own.
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     plan.values = kept.graph.program.run(kept.inputs)
                 plan.add(graph.replay, "all of it", "piece")
             else:

@@ -11,11 +11,16 @@ from typing import Any
 import torch
 
 from ..batch import Batch
+from ..compiled_graph import CompiledGraph
 from ..counters import logger
+from ..launch import is_first, launched, processes
+from ..models import ModelConfig
+from ..models.sharding import Rank
 from ..runner import PrefillOutput
+from ..split import PIECE
 from ..verification import same_bytes
-from .prefill import MODES, PAGE, World, full_graph, median_ms, profiled, rank_config
-from .timing import provenance, write_json
+from .prefill import MODES, PAGE, World, full_graph, median_ms, profiled, rank_config, shared_config
+from .timing import device, provenance, write_json
 
 # (tokens in the caches, new tokens)
 ROWS = (
@@ -50,13 +55,15 @@ def run_ttft(
     rows: Sequence[tuple[int, int]] = ROWS,
     repeats: int = 15,
     compiler: str = "inductor",
+    tp: int = 1,
     partial: Path | None = None,
 ) -> dict[str, Any]:
     """Medians of interleaved runs, per row and mode, in milliseconds.
 
     model: "glm5_2", "deepseek_v32" or "glm5", one of eight tensor-parallel ranks with ``experts`` routed experts, or
-    "tiny". layers: None for all. rows: (cached, new) tokens of one request. partial: a file that the result so far is
-    written to after each row.
+    "tiny". layers: None for all. rows: (cached, new) tokens of one request. tp: more than 1: that many processes
+    (torchrun's) share the whole model, each with 1 / tp of its heads and widths and ``experts`` of its routed experts;
+    a turn takes as long as its slowest rank. partial: a file that the result so far is written to after each row.
 
     Per row ``ms`` has each mode and the floor, one full graph over the same kernels with lengths frozen;
     ``gpu_busy_ms`` the sum of kernel time of one run; ``draft_ms`` what the draft takes after the token is on the host;
@@ -66,20 +73,53 @@ def run_ttft(
         raise ValueError(f"ttft: model must be 'glm5_2', 'glm5', 'deepseek_v32' or 'tiny', got {model!r}")
     if repeats < 1:
         raise ValueError(f"ttft: repeats must be at least 1, got {repeats}")
+    if tp != processes():
+        raise ValueError(f"ttft: tp must be torchrun's number of processes, {processes()} here, got {tp}")
     longest = max(prefix + new for prefix, new in rows)
-    config = rank_config(model, layers, experts, longest)
-    began = time.perf_counter()
     sizes = tuple(sorted({new for _, new in rows}))
-    world = World.build(config, sizes, -(-longest // PAGE) + 2, compiler)
-    weights = time.perf_counter() - began
+    settings = {"name": model, "experts": experts, "compiler": compiler}
+    if tp == 1:
+        world, seconds = _build(rank_config(model, layers, experts, longest), sizes, longest, compiler, Rank())
+        return _measured(world, seconds, settings, rows, repeats, partial)
+    config = shared_config(model, layers, experts, longest, tp)
+    Rank(0, tp, expert_parallel=True).part_of(config)  # what cannot be shared is an error before anything starts
+    with launched(device()) as mesh:
+        assert mesh is not None
+        world, seconds = _build(config, sizes, longest, compiler, Rank.of(mesh, expert_parallel=True))
+        return _measured(world, seconds, {**settings, "tp": tp}, rows, repeats, partial)
+
+
+def _build(
+    config: ModelConfig, sizes: tuple[int, ...], longest: int, compiler: str, rank: Rank
+) -> tuple[World, float]:
+    began = time.perf_counter()
+    world = World.build(config, sizes, -(-longest // PAGE) + 2, compiler, rank)
+    return world, time.perf_counter() - began
+
+
+def _measured(
+    world: World,
+    seconds: float,
+    settings: dict[str, Any],
+    rows: Sequence[tuple[int, int]],
+    repeats: int,
+    partial: Path | None,
+) -> dict[str, Any]:
+    parameters = (*world.runner.model.parameters(), *world.draft.model.parameters())
+    weights = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
+    head = provenance()
+    if (ranks := world.turns.rank.size) > 1:
+        head["machine"]["ranks"] = ranks
+        command = head["command"].replace("sparse-pcg", "sparse_pcg", 1)
+        head["command"] = f"torchrun --nproc-per-node {ranks} -m {command}"
     result: dict[str, Any] = {
         "bench": "ttft",
-        **provenance(),
-        "model": {"name": model, "layers": config.num_layers, "experts": experts, "compiler": compiler},
+        **head,
+        "model": {**settings, "layers": world.config.num_layers, "weight_bytes": sum(weights.values())},
         **capture_all(world),
     }
-    result["seconds"]["weights"] = weights
-    return measure_rows(world, result, rows, repeats, partial)
+    result["seconds"]["weights"] = seconds
+    return measure_rows(world, result, rows, repeats, partial if is_first() else None)
 
 
 def capture_all(world: World) -> dict[str, Any]:
@@ -95,10 +135,16 @@ def capture_all(world: World) -> dict[str, Any]:
     graphs = {"sparse_pcg": world.runner.graphs()[0], "engine-cuts": world.engine.graphs()[0]}
     return {
         "cuts": {name: graph.cut_count for name, graph in graphs.items()},
+        "captured_collectives": {name: _collectives(graph) for name, graph in graphs.items()},
         "distinct_pieces": {name: graph.distinct_count for name, graph in graphs.items()},
         "graph_bytes": memory,
         "seconds": seconds,
     }
+
+
+def _collectives(graph: CompiledGraph) -> int:
+    """All-reduces in captured pieces, none of which is a cut."""
+    return sum(op.startswith("_c10d_functional::all_reduce") for s in graph.segments if s.kind == PIECE for op in s.ops)
 
 
 def measure_rows(
@@ -130,6 +176,7 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience:
         plain = outputs["uncaptured"]
         replays = [outputs[m] for m in modes if m.startswith("sparse_pcg")]
         bitwise = all(same_bytes(r.hidden, plain.hidden) and same_bytes(r.logits, plain.logits) for r in replays)
+        bitwise = bool(world.turns.least(bitwise))
         served = {m: (o.bucket, o.variant) for m, o in outputs.items()}
         del outputs, plain, replays
         with full_graph(world.runner, batch, new) as floor:
@@ -140,7 +187,7 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience:
             _settle()
             began = time.perf_counter()
             for turn in range(repeats + 1):
-                if turn > 2 and time.perf_counter() - began > patience:
+                if turn > 2 and world.turns.most(time.perf_counter() - began) > patience:
                     break
                 for mode, run in ways.items():
                     if mode == "eager" and turn > min(repeats, 5):
@@ -151,6 +198,7 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience:
                         if mode in drafts:
                             drafts[mode].append(draft)
         busy, kernels = profiled(_way(world, "uncaptured", batch))
+    times, drafts = world.turns.slowest(times), world.turns.slowest(drafts)
     ms = {mode: median_ms(taken) for mode, taken in times.items()}
     return {
         "prefix": prefix,
@@ -175,6 +223,7 @@ def _once(
 ) -> tuple[float, float]:
     """Seconds to the first token on the host, and seconds of the draft after it."""
     _synchronize()
+    world.turns.start()
     start = time.perf_counter()
     out = run()
     int(out.logits.argmax())

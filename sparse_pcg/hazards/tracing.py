@@ -17,6 +17,7 @@ from ..analysis import analyse
 from ..compiled_graph import _copy_graph, _fake_mode
 from ..rewrite import rewrite
 from ..split import LIVE, split
+from .alone import Alone
 from .findings import Findings, is_model_code
 from .state import tensors_of
 
@@ -108,7 +109,12 @@ class _Tracer:
         self._sizes(gm)
         if self.whole:
             self._segments(gm)
-        return gm.forward
+
+        def run(*args: Any) -> Any:
+            with Alone():
+                return gm.forward(*args)
+
+        return run
 
     def broken(self, error: BaseException) -> None:
         """An error that ended a trace."""

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from custom_ops._register import op_of
 
 from ..memory import storage_ptr
+from .alone import stand_in
 from .findings import Findings, site
 
 DEVICE = torch.device("cpu", 0)  # stands for the GPU
@@ -137,6 +138,9 @@ class Watch:
             self.observer.given(func, tensors)
         if func.namespace in ("aten", "prims", "prim"):
             result = func(*args, **kwargs)
+        elif (alone := stand_in(func)) is not None:
+            with self._silenced():
+                result = alone(*args, **kwargs)
         else:
             result = self._custom(func, args, kwargs, cut)
         if generator is not None and before is not None and not torch.equal(generator.get_state(), before):

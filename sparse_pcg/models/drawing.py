@@ -52,9 +52,9 @@ def _draw(
         drawn = parameter.new_empty((stop - start, *shape[1:])).normal_(mean, std, generator=generator)
         for first, at in cut.places:
             if cut.dim:
-                held = parameter[start:stop].narrow(cut.dim, at, cut.count)
-                held.copy_(drawn.narrow(cut.dim, first, cut.count))
+                held = parameter[start:stop].narrow(cut.dim, at, cut.size)
+                held.copy_(drawn.narrow(cut.dim, first, cut.size))
                 continue
-            low, high = max(first, start), min(first + cut.count, stop)
+            low, high = max(first, start), min(first + cut.size, stop)
             if low < high:
                 parameter[at + low - first : at + high - first] = drawn[low - start : high - start]

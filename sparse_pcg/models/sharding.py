@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Cut(NamedTuple):
-    """How a rank's part lies in a whole tensor: pieces of ``count`` along ``dim``, (first in the whole, first here)."""
+    """How a rank's part lies in a whole tensor: pieces of ``size`` along ``dim``, (first in the whole, first here)."""
 
     dim: int
-    count: int
+    size: int
     places: tuple[tuple[int, int], ...]
 
 

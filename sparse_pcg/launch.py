@@ -1,0 +1,60 @@
+"""Processes that share a model: what torchrun started, as a mesh."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from .backend import reset
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def processes() -> int:
+    """How many processes torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_first() -> bool:
+    """Whether this process is the one that prints and writes."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+@contextmanager
+def launched(device_type: str) -> Iterator[DeviceMesh | None]:
+    """The processes that torchrun started, as a mesh of one dim, "tp"; None for a process on its own.
+
+    On CUDA each process takes the GPU of its local rank and collectives are NCCL's, without NVLink multicast unless
+    ``NCCL_NVLS_ENABLE`` says otherwise; on the CPU they are gloo's. At the end captured graphs are dropped, then the
+    process group: NCCL ends a communicator only once no graph holds its collectives.
+    Raises ValueError where this machine has fewer GPUs than processes.
+    """
+    if processes() == 1:
+        yield None
+        return
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    cuda = device_type == "cuda"
+    if cuda:
+        local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= gpus:
+            raise ValueError(f"launch: each process must have a GPU of its own, got local rank {local}, {gpus} GPUs")
+        torch.cuda.set_device(local)
+        os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    mesh = init_device_mesh(device_type, (processes(),), mesh_dim_names=("tp",))
+    if cuda:  # the first collective makes the communicator, which no capture could hold
+        dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.get_group())
+        torch.cuda.synchronize()
+    yield mesh
+    # Not after an error: the others may be gone, and leaving would wait for them.
+    reset()
+    gc.collect()
+    dist.destroy_process_group()
