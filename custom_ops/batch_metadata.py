@@ -11,7 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -98,6 +98,8 @@ class ForwardContext:
     loads: KV on its way into the caches, which whoever reads or writes a cache waits for, or None.
     whole: names of the composites that a compiler leaves whole, as cuts.
     valid_rows_only: ops that declare which arguments have rows run on the batch's valid rows alone.
+    selection_group: a ``torch.distributed`` process group whose first rank's top-k results the others take, or None:
+    each its own.
     """
 
     metadata: BatchMetadata | None
@@ -108,6 +110,7 @@ class ForwardContext:
     loads: PendingLoads | None = None
     whole: frozenset[str] = frozenset()
     valid_rows_only: bool = False
+    selection_group: Any = None
 
     def tensor(self, name: str, layer_id: int | None = None) -> torch.Tensor:
         """A metadata buffer, or with ``layer_id`` the cache ``index_k``/``latent_kv`` of that layer."""

@@ -105,6 +105,8 @@ def _cut(chunk: Callable[..., None]) -> Callable[..., None]:
         for part in _chunks(context, metadata, topk_result):
             out = topk_result[part.start :] if part.stop == valid else topk_result[part]
             chunk(q_fp8[part], weights[part], cache, metadata, part, out)
+        if context.selection_group is not None:
+            torch.distributed.broadcast(topk_result, group=context.selection_group, group_src=0)
 
     return body
 
@@ -280,7 +282,8 @@ def indexer_topk(
     written: slots of the KV pools in ascending position, then -1; pad rows all -1. Row t is row t of the
     current forward context's metadata; K comes from its ``index_k[layer_id]``. Rows go in chunks whose logits
     fit the context's ``workspace_bytes`` (one row at least); the result does not depend on the chunking.
-    Without a context or a batch every row gets -1.
+    Without a context or a batch every row gets -1. With a ``selection_group`` in the context all its ranks get
+    the result of its first.
     Raises ValueError naming the argument for a wrong dtype, shape, stride or device, with ``debug_checks()``
     also for pages outside the cache; KeyError for a layer that the context does not know.
     """

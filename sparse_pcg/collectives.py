@@ -188,15 +188,14 @@ class Together:
         try:
             return self._device.capture(fn, args, pool, agreed)
         except CaptureError as error:
-            if voted:
-                raise
-            self._vote(str(error))
+            if not voted:
+                self._vote(str(error), error.__cause__ or error)
             raise
 
-    def _vote(self, failure: str | None) -> None:
+    def _vote(self, failure: str | None, cause: BaseException | None = None) -> None:
         found = self._ranks.vote("a capture", failure)
         if found is not None:
-            raise CaptureError(f"not captured on any rank, since it failed on one: {found}")
+            raise CaptureError(f"not captured on any rank, since it failed on one: {found}") from cause
 
     def refused(self, fn: Callable[..., Any], args: Sequence[Any], pool: Pool) -> bool:
         """The device's."""

@@ -27,7 +27,7 @@ class DraftRunner(GraphRunner):
     draft: a module like a ``PrefillRunner``'s (``sparse_pcg.models.NextN``) whose forward also takes
         ``target_hidden`` [rows, hidden] and returns (hidden, selection), the selection int32 [rows, index_topk].
     kv: pools with the draft's layer, whose pages the target's page tables name.
-    options: by default the target's.
+    options: by default the target's. The selection is broadcast where the target's is.
 
     The target's ``drop()`` and ``refresh()`` act on both.
     """
@@ -43,7 +43,9 @@ class DraftRunner(GraphRunner):
         deployment: Deployment | None = None,
     ) -> None:
         self.target = target
-        super().__init__(draft, kv, options or target.options, deployment or target.deployment)
+        super().__init__(
+            draft, kv, options or target.options, deployment or target.deployment, target.selection_group
+        )
         self._seed: torch.Tensor | None = None
         target._sharers.add(self)
 

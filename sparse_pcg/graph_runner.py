@@ -54,8 +54,15 @@ class GraphRunner:
 
     FURTHER: ClassVar[tuple[str, ...]] = ()  # row buffers that the model takes beside those of ``BatchMetadata``
 
-    def __init__(self, model: torch.nn.Module, kv: KV, options: Options | None, deployment: Deployment | None) -> None:
-        self.model, self.kv = model, kv
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        kv: KV,
+        options: Options | None,
+        deployment: Deployment | None,
+        selection_group: Any = None,
+    ) -> None:
+        self.model, self.kv, self.selection_group = model, kv, selection_group
         self._rows = self._row_parameters()
         self.options = options or Options()
         self.deployment = deployment or Deployment()
@@ -397,6 +404,7 @@ class GraphRunner:
     def _context(self, metadata: BatchMetadata) -> ForwardContext:
         context = self.kv.context(metadata, self.options.workspace_bytes)
         context.whole = self.gates.whole
+        context.selection_group = self.selection_group
         return context
 
 

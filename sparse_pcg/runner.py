@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -37,14 +38,22 @@ class PrefillRunner(GraphRunner):
         ``config.index_topk``.
     kv: the KV pools (``sparse_pcg.kv.PagedKV``).
     deployment: how the model is served; what capture does not hold for is off (see ``gates``).
+    selection_group: a ``torch.distributed`` process group, of which all ranks attend what the first one's indexer
+        selects; None: each what its own does. A broadcast at every cut: for providers of which equal inputs do not
+        always give an equal selection. Ours do.
 
     Raises ValueError naming a required parameter of ``forward`` that no buffer has.
     """
 
     def __init__(
-        self, model: torch.nn.Module, kv: KV, options: Options | None = None, deployment: Deployment | None = None
+        self,
+        model: torch.nn.Module,
+        kv: KV,
+        options: Options | None = None,
+        deployment: Deployment | None = None,
+        selection_group: Any = None,
     ) -> None:
-        super().__init__(model, kv, options, deployment)
+        super().__init__(model, kv, options, deployment, selection_group)
 
     def forward(self, batch: Batch, mode: str = "replay") -> PrefillOutput:
         """Prefill ``batch`` and write its KV.
