@@ -17,11 +17,15 @@ from .timing import device
 TOPK = 2048
 _TABLE_ROWS = 1 << 16
 _BF16, _E4M3 = torch.bfloat16, torch.float8_e4m3fn
+_TURNED = (1, 2)  # position, then its angles
 
 
 @dataclass
 class Case:
-    """An op with its arguments. nbytes: what it has to read and write; flops: of its products, in ``rate``'s dtype."""
+    """An op with its arguments. nbytes: what it has to read and write; flops: of its products, in ``rate``'s dtype.
+
+    chain: kernels that it launches one after another, and loads of the first that need what the one before brought.
+    """
 
     op: str
     label: str
@@ -30,6 +34,7 @@ class Case:
     flops: int = 0
     rate: torch.dtype = _BF16
     context: ForwardContext | None = None
+    chain: tuple[int, int] = (1, 1)
 
     def active(self) -> Any:
         """The context manager under which the op runs."""
@@ -104,23 +109,24 @@ def _row_wise(b: Batch) -> Iterator[Case]:
         moved, scales = q.numel() * 2, rows * heads * 4
         named = f"{heads} heads"
         yield Case("hadamard", named, (q, 128**-0.5), 2 * moved)
-        yield Case("apply_rope", named, (q, b.positions, b.table, 64, route[0]), 2 * moved + rows * 264)
+        yield Case("apply_rope", named, (q, b.positions, b.table, 64, route[0]), 2 * moved + rows * 264, chain=_TURNED)
         yield Case("quant_fp8", named, (q, 128, route[2]), moved * 3 // 2 + scales)
-        yield Case("index_q_prepare", named, (q, b.positions, b.table, *route), moved * 3 // 2 + scales + rows * 264)
+        nbytes = moved * 3 // 2 + scales + rows * 264
+        yield Case("index_q_prepare", named, (q, b.positions, b.table, *route), nbytes, chain=_TURNED)
     key, weight, bias = b.normal(rows, 128), b.gates(128), b.gates(128)
     cache = torch.zeros(b.pages, PAGE * 132, dtype=torch.uint8, device=device())
     yield Case("layernorm", "128 wide", (key, weight, bias, 1e-6), rows * 512)
     yield Case("index_k_store", "", (key, cache, b.slots), rows * (256 + 132 + 8))
     for named, route in (("norm, rope", (True, False, False)), ("norm, rope, hadamard", (False, True, True))):
         args = (key, weight, bias, 1e-6, b.positions, b.table, *route[:2], cache, b.slots, route[2])
-        yield Case("index_k_prepare_store", named, args, rows * (256 + 132 + 16 + 256))
+        yield Case("index_k_prepare_store", named, args, rows * (256 + 132 + 16 + 256), chain=_TURNED)
     latent, rope = b.normal(rows, 512), b.normal(rows, 64)
     for layout, width, dtype in (("bf16", 576, _BF16), ("fp8_packed", 656, torch.uint8), ("fp8", 576, _E4M3)):
         kv = torch.zeros(b.pages * PAGE, width, dtype=torch.uint8, device=device()).to(dtype)
         stored = width * kv.element_size()
         yield Case("mla_kv_store", layout, (latent, rope, kv, b.slots, layout), rows * (1152 + stored + 8))
         with_rope = (latent, rope, b.positions, b.table, True, kv, b.slots, layout)
-        yield Case("mla_rope_kv_store", layout, with_rope, rows * (1152 + stored + 16 + 256))
+        yield Case("mla_rope_kv_store", layout, with_rope, rows * (1152 + stored + 16 + 256), chain=_TURNED)
 
 
 def _gates(b: Batch) -> Iterator[Case]:
@@ -136,7 +142,8 @@ def _gates(b: Batch) -> Iterator[Case]:
 def _indexer(b: Batch) -> Iterator[Case]:
     cache = b.index_cache()
     total = torch.tensor([b.kv_len], dtype=torch.int32, device=device())
-    yield Case("index_k_gather", f"{b.kv_len} tokens", (cache, b.page_table, total, b.kv_len), 264 * b.kv_len)
+    gathered = (cache, b.page_table, total, b.kv_len)
+    yield Case("index_k_gather", f"{b.kv_len} tokens", gathered, 264 * b.kv_len, chain=(1, 3))
     k, k_scale = OPS["index_k_gather"].body(cache, b.page_table, total, b.kv_len)
     zeros = torch.zeros_like(b.lens)
     pairs = int(b.lens.sum())
@@ -156,8 +163,8 @@ def _indexer(b: Batch) -> Iterator[Case]:
     logits = b.normal(b.rows, b.kv_len, dtype=torch.float32)
     moved = 4 * pairs + 4 * b.rows * TOPK
     named = f"2048 of {b.kv_len}"
-    yield Case("topk_indices", named, (logits, zeros, b.lens, TOPK), moved)
-    yield Case("topk_slots", named, (logits, zeros, b.lens, b.requests, b.page_table, TOPK), moved)
+    yield Case("topk_indices", named, (logits, zeros, b.lens, TOPK), moved, chain=(1, 2))
+    yield Case("topk_slots", named, (logits, zeros, b.lens, b.requests, b.page_table, TOPK), moved, chain=(1, 3))
 
 
 def _attention(b: Batch) -> Iterator[Case]:
@@ -173,7 +180,7 @@ def _attention(b: Batch) -> Iterator[Case]:
         nbytes = 2 * (q.numel() + out.numel()) + b.rows * selected * (4 + cache.stride(0) * cache.element_size())
         args = (q, cache, selection, lens, out, 576**-0.5, layout)
         flops = 2 * b.rows * heads * selected * 1088
-        yield Case("sparse_mla", f"{heads} heads, {selected} of {layout}", args, nbytes, flops)
+        yield Case("sparse_mla", f"{heads} heads, {selected} of {layout}", args, nbytes, flops, chain=(1, 2))
 
 
 def _experts(b: Batch) -> Iterator[Case]:
@@ -186,7 +193,8 @@ def _experts(b: Batch) -> Iterator[Case]:
         gate_up, down = b.normal(experts, 2 * inter, hidden), b.normal(experts, hidden, inter)
         nbytes = 2 * (2 * x.numel() + used * 3 * inter * hidden) + 12 * ids.numel()
         args = (x, gate_up, down, weights, ids, of)
-        yield Case("moe_experts", f"{experts} of {of} experts, {inter} wide", args, nbytes, 6 * rows * inter * hidden)
+        named, flops = f"{experts} of {of} experts, {inter} wide", 6 * rows * inter * hidden
+        yield Case("moe_experts", named, args, nbytes, flops, chain=(4, 1))
 
 
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Batch], Iterator[Case]]], ...] = (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from custom_ops._register import OPS, use_provider
 
 from . import timing
+from .floors import floor_run
 from .op_cases import NAMES, Case, cases
 
 ROWS = (1, 16, 128, 512, 2048, 8192)
@@ -18,6 +20,7 @@ KV_LEN = 32768
 OWN = ("triton", "cuda", "reference")
 _BIG = 64 << 20  # bytes from which the bandwidth counts, below it the time of a copy of as many
 _LARGEST_COPY = 2 << 30
+_TOPK_SHAPE, _TOPK_US = (512, 32768), 45.0  # rows and columns, and what their best 2048 may take
 
 
 def run_ops(
@@ -37,8 +40,10 @@ def run_ops(
 
     Each case has the time in us by provider, ``default`` (who serves it unasked), ``copy_us`` (a copy that moves the
     same bytes, timed alike), ``bound_us`` (bytes at the copy bandwidth, flops at the matrix rate, whichever is more),
+    ``floor_us`` (as many launches one after another and loads that wait for one another, and nothing else; on a GPU),
     the default's share of both rates, why a provider is absent, and ``holds``: the default at most 1.1 times the best
-    and, for what multiplies no matrices, 70 % of the bandwidth from 64 MB on, below at most 1.5 times the copy.
+    and, for what multiplies no matrices, 70 % of the bandwidth from 64 MB on, below at most 1.5 times the copy; the
+    best 2048 of 512 rows of 32768 at most 45 us instead.
 
     Raises ValueError for an unknown op, or rows or repeats below 1.
     """
@@ -57,12 +62,20 @@ def run_ops(
     for count in rows:
         for case in cases(count, kv_len if count <= 4096 else kv_len // 2, tuple(ops) or NAMES):
             measured = _measure(case, rates, own, without, repeats)
+            if torch.cuda.is_available():
+                measured["floor_us"] = _floor_us(*case.chain)
             found.append({"op": case.op, "case": case.label, "rows": count, **measured})
             if partial is not None:
                 timing.write_json(partial, result)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     return result
+
+
+@functools.cache
+def _floor_us(launches: int, loads: int) -> float:
+    run, _ = floor_run(launches, loads)
+    return round(timing.gpu_us({"floor": timing.captured(run)})["floor"], 2)
 
 
 def _left_out(op: str, provider: str, own: bool, without: Sequence[str]) -> bool:
@@ -115,7 +128,9 @@ def _measure(
     us = times[default]
     of_bandwidth = case.nbytes / us / 1e3 / rates["copy_gbps"]
     holds = {"default": us <= 1.1 * min(times.values())}
-    if not case.flops:
+    if case.op in ("topk_indices", "topk_slots") and tuple(case.args[0].shape) == _TOPK_SHAPE:
+        holds["time"] = us <= _TOPK_US
+    elif not case.flops:
         holds["bandwidth"] = of_bandwidth >= 0.7 if case.nbytes >= _BIG else us <= 1.5 * copy_us
     return {
         **taken, "bound_us": round(bound_us, 3), "of_bandwidth": round(of_bandwidth, 3),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from custom_ops._register import OPS, Provider
-from sparse_pcg.bench import op_cases, ops, timing
+from sparse_pcg.bench import floors, op_cases, ops, timing
 from sparse_pcg.bench.plots import plot
 
 NOT_BENCHED = {"fill_batch_metadata", "indexer_prefill", "k_cache_and_topk_result", "mla_attention"}
@@ -51,6 +51,22 @@ def test_who_is_default(monkeypatch: pytest.MonkeyPatch) -> None:
     absent = {"broken": "left out", "vendor": "left out"}
     assert ops._candidates(case, True, ()) == ("triton", ["triton"], absent)
     assert ops._candidates(case, False, ("hadamard:triton",))[0] == "reference"
+
+
+@pytest.mark.parametrize("loads", [0, 1, 3])
+def test_a_floor_waits_for_each_load(loads: int) -> None:
+    run, out = floors.floor_run(1, loads)
+    out.fill_(-1)
+    run()
+    assert out.item() == loads * floors.STRIDE
+
+
+def test_a_floor_of_several_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[int] = []
+    kernel = {(1,): lambda *args, LOADS, num_warps: launched.append(LOADS)}
+    monkeypatch.setattr(floors, "_chase_kernel", kernel)
+    floors.floor_run(3, 2)[0]()
+    assert launched == [2, 0, 0]
 
 
 @pytest.mark.parametrize(
