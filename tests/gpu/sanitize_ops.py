@@ -1,6 +1,6 @@
 """Every own kernel once, on small odd shapes: what ``sanitize.sh`` runs under compute-sanitizer.
 
-usage: python -m tests.gpu.sanitize_ops [ROWS ...]   (default: 3 and 37)
+usage: python -m tests.gpu.sanitize_ops [ROWS | OP ...]   (default: 3 and 37 rows, all ops)
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from tests.custom_ops.batches import batch
 OWN = ("triton", "cuda")
 
 
-def run(rows: int, kv_len: int) -> list[str]:
-    """Run all own providers of all ops with ``rows`` rows; returns what ran."""
+def run(rows: int, kv_len: int, ops: tuple[str, ...]) -> list[str]:
+    """Run all own providers of ``ops`` with ``rows`` rows; returns what ran."""
     ran = []
-    for case in op_cases.cases(rows, kv_len, op_cases.NAMES):
+    for case in op_cases.cases(rows, kv_len, ops):
         with case.active():
             for provider in OWN:
                 if provider in OPS[case.op].providers and OPS[case.op].refusal(provider, *case.args) is None:
@@ -57,7 +57,9 @@ def others() -> list[str]:
 
 
 if __name__ == "__main__":
-    counts = [int(a) for a in sys.argv[1:]] or [3, 37]
-    names = [name for rows in counts for name in run(rows, 200 if rows < 16 else 2500)] + others()
+    counts = [int(a) for a in sys.argv[1:] if a.isdigit()] or [3, 37]
+    chosen = tuple(a for a in sys.argv[1:] if not a.isdigit())
+    names = [name for rows in counts for name in run(rows, 200 if rows < 16 else 2500, chosen or op_cases.NAMES)]
+    names += [] if chosen else others()
     print("\n".join(names))
     print(f"{len(names)} runs")

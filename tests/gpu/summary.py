@@ -37,6 +37,7 @@ def summary(report: Path) -> dict[str, Any]:
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
     head = {**provenance(), "command": "bash tests/gpu/run.sh OUT_DIR"}
-    result = {"bench": "tests", **head, "demo_exit_status": int(sys.argv[2]), **summary(folder / "tests.xml")}
+    statuses = {"tests_exit_status": int(sys.argv[2]), "demo_exit_status": int(sys.argv[3])}
+    result = {"bench": "tests", **head, **statuses, **summary(folder / "tests.xml")}
     write_json(folder / "tests.json", result)
     print({name: result[name] for name in ("passed", "failed", "skipped")})
