@@ -207,10 +207,15 @@ def groups_of(graph: fx.Graph) -> list[str]:
     return list(dict.fromkeys(name for node in graph.nodes if (name := group_of(node)) is not None))
 
 
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "symm_mem")  # of others a name may mean another thing
+
+
 def group_of(node: fx.Node) -> str | None:
     """Name of the process group of a collective; None for other ops."""
     overload = overload_of(node)
-    for place, argument in enumerate(overload._schema.arguments if overload is not None else ()):
+    if overload is None or overload.namespace not in _NAMESPACES:
+        return None
+    for place, argument in enumerate(overload._schema.arguments):
         if argument.name == "group_name":
             given = node.args[place] if place < len(node.args) else node.kwargs.get("group_name")
             return given if isinstance(given, str) else None

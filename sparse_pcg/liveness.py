@@ -96,7 +96,8 @@ class Watch:
 
     def leave(self, device: torch.device | None) -> None:
         """The run has returned. device: where its work may still be under way; None: nowhere."""
-        if self._depth == 1 and device is not None and device.type == "cuda":
+        cuda = device is not None and device.type == "cuda"
+        if self._depth == 1 and cuda and not torch.cuda.is_current_stream_capturing():
             if self._event is None:
                 self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
@@ -224,7 +225,11 @@ class Watch:
         return self._depth > 0 or self._pending()
 
     def _pending(self) -> bool:
-        return self._event is not None and not self._event.query()
+        """Whether the last run's work on the GPU is under way; a GPU in an error has none, and the caller meets it."""
+        try:
+            return self._event is not None and not self._event.query()
+        except RuntimeError:
+            return False
 
 
 def _because(state: dict[str, Any]) -> str:

@@ -16,15 +16,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import custom_ops
 import sparse_pcg
-from custom_ops.batch_metadata import BatchMetadata, use_context
+from custom_ops.batch_metadata import BatchMetadata, ForwardContext, use_context
 from sparse_pcg import compile_cache, compiled_graph
 from sparse_pcg.graphs import EmulatedDevice
 from sparse_pcg.kv import PagedKV
@@ -144,9 +146,9 @@ def batches_that_differ(runner: sparse_pcg.PrefillRunner, rank: int) -> None:
     runner.forward(batch_of(6))
 
 
-def selections_that_differ(runner: sparse_pcg.PrefillRunner, rank: int) -> None:
-    """Ranks with other queries select other tokens; with a group in the context all have what the first selected."""
-    metadata = BatchMetadata.allocate(8, 1, 1, 4, "cpu")
+def select_other_tokens(rank: int, group: Any, device: str) -> list[Any]:
+    """What ranks with other queries select: each on its own, then with ``group`` in the context."""
+    metadata = BatchMetadata.allocate(8, 1, 1, 4, device)
     metadata.kv_lens.copy_(torch.arange(1, 9))
     metadata.page_table.fill_(1)
     metadata.num_rows, metadata.num_requests, metadata.max_kv_len = 8, 1, 8
@@ -155,15 +157,21 @@ def selections_that_differ(runner: sparse_pcg.PrefillRunner, rank: int) -> None:
     cache[:, :8192] = torch.randn(2, 8192, generator=generator).to(torch.float8_e4m3fn).view(torch.uint8)
     cache[:, 8192:] = torch.ones(2, 64).view(torch.uint8)
     generator.manual_seed(rank)
-    q = torch.randn(8, 4, 128, generator=generator).to(torch.float8_e4m3fn)
+    q = torch.randn(8, 4, 128, generator=generator).to(device, torch.float8_e4m3fn)
     chosen = []
-    for group in (None, runner.selection_group):
-        context = dataclasses.replace(runner._context(metadata), index_k={0: cache}, selection_group=group)
-        out = torch.full((8, 4), -7, dtype=torch.int32)
+    for shared in (None, group):
+        context = ForwardContext(metadata, index_k={0: cache.to(device)}, selection_group=shared)
+        out = torch.full((8, 4), -7, dtype=torch.int32, device=device)
         with use_context(context):
-            custom_ops.indexer_topk(0, q, torch.ones(8, 4), out)
+            custom_ops.indexer_topk(0, q, torch.ones(8, 4, device=device), out)
         chosen.append(out.tolist())
-    say(step="selections", own=chosen[0], broadcast=chosen[1])
+    return chosen
+
+
+def selections_that_differ(runner: sparse_pcg.PrefillRunner, rank: int) -> None:
+    """With a group in the context every rank has what the first selected; the runner puts its own there."""
+    own, broadcast = select_other_tokens(rank, runner._context(runner.metadata).selection_group, "cpu")
+    say(step="selections", own=own, broadcast=broadcast)
 
 
 def killed_in_a_replay(runner: sparse_pcg.PrefillRunner, rank: int) -> None:
