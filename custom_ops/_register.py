@@ -88,14 +88,26 @@ class Op:
 
     def body(self, *args: Any, **kwargs: Any) -> Any:
         """Check the arguments, choose a provider for all of their rows and run it: what the dispatcher calls."""
-        self.check(*args, **kwargs)
         # Before rows are left out: what a graph of the whole bucket recorded is what runs on its valid rows.
-        provider = self.providers[self.choose(*args, **kwargs)]
+        provider = self.providers[self._checked_choice(args, kwargs)]
         if self.rows:
             context = current_context()
             if context is not None and context.valid_rows_only and context.metadata is not None:
                 args, kwargs = self._valid_rows(context.metadata.num_rows, args, kwargs)
         return provider.run(*args, **kwargs)
+
+    def _checked_choice(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        context = current_context()
+        known = context.chosen if context is not None and self.cut and not kwargs and not debug_checks_on() else None
+        if known is None:
+            self.check(*args, **kwargs)
+            return self.choose(*args, **kwargs)
+        key = (self.name, *[a.shape for a in args if isinstance(a, torch.Tensor)])
+        chosen = known.get(key)
+        if chosen is None:
+            self.check(*args)
+            chosen = known[key] = self.choose(*args)
+        return chosen
 
     def cut_body(self, *args: Any, **kwargs: Any) -> Any:
         """``body`` as a break between graphs runs it: what has rows, in it or in what it stands for, on valid ones."""

@@ -98,6 +98,9 @@ class ForwardContext:
     loads: KV on its way into the caches, which whoever reads or writes a cache waits for, or None.
     whole: names of the composites that a compiler leaves whole, as cuts.
     valid_rows_only: ops that declare which arguments have rows run on the batch's valid rows alone.
+    chosen: of a replay, whose arguments were checked when they were recorded: the providers of cut ops so far, by op
+    and shapes. None: each call checks its arguments and chooses.
+    scratch: what the layers of one forward share.
     selection_group: a ``torch.distributed`` process group whose first rank's top-k results the others take, or None:
     each its own.
     """
@@ -110,6 +113,8 @@ class ForwardContext:
     loads: PendingLoads | None = None
     whole: frozenset[str] = frozenset()
     valid_rows_only: bool = False
+    chosen: dict[Any, str] | None = None
+    scratch: dict[Any, Any] = field(default_factory=dict)
     selection_group: Any = None
 
     def tensor(self, name: str, layer_id: int | None = None) -> torch.Tensor:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from custom_ops._checks import FLOATS, check_range, check_tensor
+from custom_ops._launch import Launcher
 from custom_ops._register import Provider, debug_checks_on, define, require
 from custom_ops._rows import next_power_of_two, unit_stride
 from custom_ops.batch_metadata import PAGE
@@ -136,6 +137,21 @@ def _gather_pages_kernel(
         tl.store(ends + row, start + length, mask=inside)
 
 
+Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def room_to_gather(cache: torch.Tensor, num_requests: int, max_kv_len: int, rows: int) -> Gathered:
+    """What ``gather_for_rows`` writes, undefined: k float8_e4m3fn [num_requests * D, 128], its scales float32, and
+    int32 [rows] starts and ends; D is max_kv_len rounded up to whole pages."""
+    tokens = num_requests * -(-max_kv_len // PAGE) * PAGE
+    k = cache.new_empty((tokens, HEAD_DIM), dtype=torch.float8_e4m3fn)
+    k_scale = cache.new_empty((tokens,), dtype=torch.float32)
+    return k, k_scale, cache.new_empty((rows,), dtype=torch.int32), cache.new_empty((rows,), dtype=torch.int32)
+
+
+_gather_pages = Launcher(_gather_pages_kernel, 9, {"BLOCK": 128, "num_warps": 4})
+
+
 def gather_for_rows(
     cache: torch.Tensor,
     page_table: torch.Tensor,
@@ -143,23 +159,29 @@ def gather_for_rows(
     max_kv_len: int,
     kv_lens: torch.Tensor,
     request_of_row: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    into: Gathered | None = None,
+) -> Gathered:
     """K of the requests at equal distances, and where each row's lies, by one launch.
 
-    max_kv_len: at least 1, no row sees more. kv_lens, request_of_row: int32 [rows].
-    Returns k float8_e4m3fn [num_requests * D, 128], its scales float32, and int32 [rows] starts and ends; D is
-    max_kv_len rounded up to whole pages. What lies beyond a request's tokens is undefined (and finite or not).
+    max_kv_len: at least 1, no row sees more. kv_lens, request_of_row: int32 [rows]; longer where ``into``, the
+    ``room_to_gather`` for some rows, is given. Returns ``into``. What lies beyond a request's tokens is undefined (and
+    finite or not).
     """
     pages = -(-max_kv_len // PAGE)
-    rows = kv_lens.shape[0]
-    k = cache.new_empty((num_requests * pages * PAGE, HEAD_DIM), dtype=torch.float8_e4m3fn)
-    k_scale = cache.new_empty((num_requests * pages * PAGE,), dtype=torch.float32)
-    starts, ends = kv_lens.new_empty((2, rows)).unbind(0)
-    _gather_pages_kernel[(num_requests, pages)](
-        cache, cache.view(torch.float32), page_table, k.view(torch.uint8), k_scale, kv_lens, request_of_row, starts,
-        ends, page_table.stride(0), cache.shape[0], pages, rows, max_kv_len, BLOCK=128, num_warps=4,
+    into = into or room_to_gather(cache, num_requests, max_kv_len, kv_lens.shape[0])
+    k, k_scale, starts, ends = into
+    at, table = cache.data_ptr(), page_table.data_ptr()
+    _gather_pages(
+        (num_requests, pages),
+        (at, at, table, k.data_ptr(), k_scale.data_ptr(), kv_lens.data_ptr(), request_of_row.data_ptr(),
+         starts.data_ptr(), ends.data_ptr()),
+        (page_table.stride(0), cache.shape[0], pages, starts.shape[0], max_kv_len),
+        lambda: (
+            cache, cache.view(torch.float32), page_table, k.view(torch.uint8), k_scale, kv_lens, request_of_row,
+            starts, ends,
+        ),
     )  # fmt: skip
-    return k, k_scale, starts, ends
+    return into
 
 
 def check_pages(op: str, cache: torch.Tensor, device: torch.device, name: str = "cache") -> None:

@@ -18,7 +18,7 @@ from custom_ops import vendor
 from custom_ops._checks import check_range, check_tensor, check_used_pages
 from custom_ops._register import Provider, define, require
 from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, current_context
-from custom_ops.index_cache import HEAD_DIM, check_pages, gather_for_rows
+from custom_ops.index_cache import HEAD_DIM, check_pages, gather_for_rows, room_to_gather
 from custom_ops.mqa_logits import PAGED_MQA_LOGITS, check_queries
 from custom_ops.mqa_logits_kernels import launch_paged_mqa_logits
 from custom_ops.topk import TOPK_SLOTS, launch_topk, slots_of_positions
@@ -83,6 +83,20 @@ def _chunks(context: ForwardContext, metadata: BatchMetadata, topk_result: torch
         yield slice(at, min(at + step, rows))
 
 
+def _shared(what: str, like: torch.Tensor, shape: tuple[int, ...], make: Callable[[], Any]) -> Any:
+    """Memory that the cuts of one forward use one after the other. Not in a capture: a graph outlives the forward."""
+    context = current_context()
+    if context is None or (like.is_cuda and torch.cuda.is_current_stream_capturing()):
+        return make()
+    key = (what, like.device, shape)
+    found = context.scratch.get(key)
+    if found is None:
+        for other in [k for k in context.scratch if k[0] == what]:  # one at a time: they count as one workspace
+            del context.scratch[other]
+        found = context.scratch[key] = make()
+    return found
+
+
 def _logits_stride(metadata: BatchMetadata) -> int:
     return -(-metadata.max_kv_len // _WIDTH_MULTIPLE) * _WIDTH_MULTIPLE
 
@@ -91,7 +105,7 @@ def _cut(chunk: Callable[..., None]) -> Callable[..., None]:
     """A body of ``indexer_topk`` from ``chunk(q_fp8, weights, cache, metadata, part, out)``.
 
     ``chunk`` writes the selection of the rows ``part`` into ``out``; where ``out`` has more rows they are pad
-    rows and get -1.
+    rows and get -1. q_fp8 and weights begin with these rows and may have more.
     """
 
     def body(layer_id: int, q_fp8: torch.Tensor, weights: torch.Tensor, topk_result: torch.Tensor) -> None:
@@ -104,7 +118,8 @@ def _cut(chunk: Callable[..., None]) -> Callable[..., None]:
         valid = min(metadata.num_rows, topk_result.shape[0])
         for part in _chunks(context, metadata, topk_result):
             out = topk_result[part.start :] if part.stop == valid else topk_result[part]
-            chunk(q_fp8[part], weights[part], cache, metadata, part, out)
+            q, gates = (q_fp8[part.start :], weights[part.start :]) if part.start else (q_fp8, weights)
+            chunk(q, gates, cache, metadata, part, out)
         if context.selection_group is not None:
             torch.distributed.broadcast(topk_result, group=context.selection_group, group_src=0)
 
@@ -120,6 +135,7 @@ def _chunk_reference(
     out: torch.Tensor,
 ) -> None:
     lens, requests, pages = metadata.kv_lens[part], metadata.request_of_row[part], metadata.page_table
+    q_fp8, weights = q_fp8[: lens.shape[0]], weights[: lens.shape[0]]
     logits = PAGED_MQA_LOGITS.body(q_fp8, cache, weights, lens, requests, pages, metadata.max_kv_len)
     chosen = TOPK_SLOTS.body(logits, torch.zeros_like(lens), lens, requests, pages, out.shape[1])
     out[: chosen.shape[0]] = chosen
@@ -134,9 +150,9 @@ def _chunk_triton(
     part: slice,
     out: torch.Tensor,
 ) -> None:
-    lens, requests, pages = metadata.kv_lens[part], metadata.request_of_row[part], metadata.page_table
-    rows = q_fp8.shape[0]
-    logits = weights.new_empty(rows, _logits_stride(metadata))[:, : metadata.max_kv_len]
+    lens, requests, pages = _rows_from(metadata, part.start)
+    rows, width, stride = part.stop - part.start, metadata.max_kv_len, _logits_stride(metadata)
+    logits = _shared("logits", weights, (rows, width), lambda: weights.new_empty(rows, stride)[:, :width])
     launch_paged_mqa_logits(logits, q_fp8, cache, weights, lens, requests, pages)
     launch_topk(out, logits, None, lens, requests, pages, rows)
 
@@ -150,11 +166,20 @@ def _chunk_deep_gemm(
     out: torch.Tensor,
 ) -> None:
     """K of every request gathered in one piece; the logits of a row begin at its request's first token."""
-    lens, requests, pages = metadata.kv_lens[part], metadata.request_of_row[part], metadata.page_table
-    width = metadata.max_kv_len
-    k_fp8, k_scale, starts, ends = gather_for_rows(cache, pages, metadata.num_requests, width, lens, requests)
+    lens, requests, pages = _rows_from(metadata, part.start)
+    rows, width, count = part.stop - part.start, metadata.max_kv_len, metadata.num_requests
+    room = _shared("gathered", cache, (rows, width, count), lambda: room_to_gather(cache, count, width, rows))
+    k_fp8, k_scale, starts, ends = gather_for_rows(cache, pages, count, width, lens, requests, room)
+    if rows < q_fp8.shape[0]:
+        q_fp8, weights = q_fp8[:rows], weights[:rows]
     logits = vendor.deep_gemm_logits(q_fp8, k_fp8, k_scale, weights, starts, ends, width)
-    launch_topk(out, logits, None, lens, requests, pages, q_fp8.shape[0])
+    launch_topk(out, logits, None, lens, requests, pages, rows)
+
+
+def _rows_from(metadata: BatchMetadata, start: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Lengths and requests from row ``start`` on, and the page table."""
+    lens, requests = metadata.kv_lens, metadata.request_of_row
+    return (lens[start:], requests[start:], metadata.page_table) if start else (lens, requests, metadata.page_table)
 
 
 def _gathered(metadata: BatchMetadata) -> int:

@@ -7,11 +7,14 @@ order that depends on the number of heads only.
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
 
 from custom_ops._checks import E4M3
+from custom_ops._launch import Launcher
 from custom_ops.batch_metadata import PAGE
 from custom_ops.index_cache import HEAD_DIM, PAGE_BYTES
 
@@ -171,6 +174,7 @@ def _grid(rows: int, width: int, tiles: dict[str, int]) -> tuple[int, int]:
     return blocks, max(1, min(triton.cdiv(steps, 4), triton.cdiv(1024, blocks)))
 
 
+@functools.cache
 def paged_tiling(heads: int) -> dict[str, int]:
     """The tiles of the paged kernel, which has less room for a state of 64 heads."""
     return tiling(heads, pairs=128 if heads > 32 else 256)
@@ -194,27 +198,33 @@ def launch_paged_mqa_logits(
     page_table: torch.Tensor,
     tiles: dict[str, int] | None = None,
 ) -> None:
-    """Write the logits of each row into ``out`` float32 [T, max_kv_len], of any row stride."""
+    """Write the logits of each row into ``out`` float32 [T, max_kv_len], of any row stride; the others may have more
+    rows.
+    """
     rows, width = out.shape
     if rows == 0 or width == 0:
         return
-    tiles = tiles or paged_tiling(q_fp8.shape[1])
-    _paged_mqa_logits_kernel[_grid(rows, width, tiles)](
-        q_fp8,
-        cache.view(E4M3),
-        cache.view(torch.float32),
-        weights,
-        kv_lens,
-        request_of_row,
-        page_table,
-        out,
-        rows,
-        width,
-        page_table.stride(0),
-        out.stride(0),
-        **tiles,
-        **_PAGED_CONSTANTS,
-    )
+    heads = q_fp8.shape[1]
+    launcher = _paged_launcher(heads) if tiles is None else _launcher_of(tiles)
+    at = cache.data_ptr()
+    launcher(
+        _grid(rows, width, tiles or paged_tiling(heads)),
+        (q_fp8.data_ptr(), at, at, weights.data_ptr(), kv_lens.data_ptr(), request_of_row.data_ptr(),
+         page_table.data_ptr(), out.data_ptr()),
+        (rows, width, page_table.stride(0), out.stride(0)),
+        lambda: (
+            q_fp8, cache.view(E4M3), cache.view(torch.float32), weights, kv_lens, request_of_row, page_table, out
+        ),
+    )  # fmt: skip
+
+
+def _launcher_of(tiles: dict[str, int]) -> Launcher:
+    return Launcher(_paged_mqa_logits_kernel, 8, {**tiles, **_PAGED_CONSTANTS})
+
+
+@functools.cache
+def _paged_launcher(heads: int) -> Launcher:
+    return _launcher_of(paged_tiling(heads))
 
 
 def launch_mqa_logits(

@@ -236,6 +236,7 @@ class GraphRunner:
                 if plan is not None and bucket is not None:
                     if context.loads is not None:
                         context.loads.wait()  # a graph cannot wait layer by layer
+                    context.chosen = {}
                     plan.replay()
                     outputs, places = plan.outputs, self._buckets[bucket].results
                     return Served([outputs[i] for i in places], metadata.last_rows, bucket, plan.variant)

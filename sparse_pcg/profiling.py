@@ -97,7 +97,9 @@ def runner_costs(
     with runner._lock, no_grad():
         batch, host = dummy(size, runner.device)
         fill(runner.metadata, batch, host, runner._staging)
-        with use_context(runner._context(runner.metadata)):
+        context = runner._context(runner.metadata)
+        context.chosen = {}  # as in a replay
+        with use_context(context):
             return step_costs(runner._buckets[size].plans[variant], repeats)
 
 

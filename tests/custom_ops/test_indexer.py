@@ -112,6 +112,21 @@ def test_chunks_fit_the_workspace(provider: str, monkeypatch: pytest.MonkeyPatch
     assert sizes == [4, 4, 3]
 
 
+def test_cuts_of_one_forward_share_their_memory() -> None:
+    """Whatever the layer before left there, also where a context goes on to another batch."""
+    wide, narrow = batch([100, 0, 30], [3, 2, 6], rows=16), batch([20], [5], rows=8)
+    context, places = ForwardContext(None, {3: index_pool()}), []
+    for number, metadata in enumerate((wide, wide, narrow, wide)):
+        args = arguments(metadata.kv_lens.shape[0], 16, seed=number)
+        want = run("triton", metadata, args)
+        context.metadata = metadata
+        with use_context(context):
+            s.call("indexer_topk", "triton", args)
+        s.assert_bitwise(args["topk_result"], want)
+        places += [logits.data_ptr() for logits in context.scratch.values()]
+    assert len(places) == 4 and places[0] == places[1]
+
+
 @given(lens=st.lists(st.sampled_from((1, 2, 15, 16)), min_size=1, max_size=4), pads=st.sampled_from((0, 3)))
 def test_short_body_equals_the_cut(lens: list[int], pads: int) -> None:
     metadata = batch([0] * len(lens), lens, sum(lens) + pads)

@@ -9,6 +9,8 @@ from collections.abc import Callable
 import torch
 
 from sparse_pcg.kv import HostKV, PagedKV, RequestPages
+from sparse_pcg.kv.host import EvictedPages
+from sparse_pcg.kv.transfers import Transfer
 
 PATIENCE = 30.0  # seconds after which a test that waits for another thread gives up
 
@@ -81,3 +83,32 @@ def until_failed(host: HostKV) -> None:
     deadline = time.monotonic() + PATIENCE
     while host._loads[0].transfer.error is None and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+def copy_when_awaited(host: HostKV) -> None:
+    """From now on a layer is loaded only once something waits for it: what does not wait runs before its pages come."""
+    queue, changed = host._queue, threading.Condition()
+    plain_copy, plain_load, plain_wait = host.copy_to_device, host.load, queue.wait
+    awaited = -1  # the last layer
+
+    def move_to(layer: int) -> None:
+        nonlocal awaited
+        with changed:
+            awaited = layer
+            changed.notify_all()
+
+    def load(evicted: EvictedPages) -> RequestPages:
+        move_to(-1)
+        return plain_load(evicted)
+
+    def wait(transfer: Transfer, layer: int | None = None) -> None:
+        move_to(max(awaited, queue.num_layers - 1 if layer is None else layer))
+        plain_wait(transfer, layer)
+
+    def copy(layer: int, pairs: list[tuple[int, int]]) -> None:
+        with changed:
+            if not changed.wait_for(lambda: awaited >= layer, timeout=PATIENCE):
+                raise RuntimeError("nothing waited")
+        plain_copy(layer, pairs)
+
+    host.load, host.copy_to_device, queue.wait = load, copy, wait  # type: ignore[method-assign]

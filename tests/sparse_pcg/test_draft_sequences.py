@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -13,10 +10,12 @@ import torch
 import sparse_pcg
 from custom_ops.batch_metadata import PAGE
 from sparse_pcg.kv import HostKV
+from tests.sparse_pcg.host_pools import copy_when_awaited
 from tests.sparse_pcg.sequences import Driver, Subject
-from tests.sparse_pcg.test_drafting import CONFIG, SIZES, Pair, build
+from tests.sparse_pcg.test_drafting import CONFIG, DEVICE, SIZES, Pair, build
 
 BATCHES = 250  # of each of the two tests
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +31,7 @@ def subject(pages: int, host_pages: int = 0) -> tuple[Subject, Pair]:
 
     Where the driver asks for an uncaptured forward, every other one runs with breaks.
     """
-    pair = build(pages=pages)
+    pair = build(pages=pages, dtype=DTYPE)
     pair.draft.capture(progress=False)
     plain = iter(("uncaptured", "breaks") * 10_000)
 
@@ -74,16 +73,9 @@ def test_replay_equals_uncaptured_and_breaks() -> None:
         assert driver.counts[happened] >= 20, driver.counts
 
 
-def test_pages_that_came_back_equal_those_that_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_came_back_equal_those_that_stayed() -> None:
     ours, twin = subject(9, host_pages=12)[0], subject(64)[0]
-    rng = random.Random(6)
-
-    def late(copy: Callable[..., None], layer: int, pairs: list[tuple[int, int]]) -> None:
-        time.sleep(rng.choice((0, 0, 0, 0.002)))
-        copy(layer, pairs)
-
-    for name in ("copy_to_host", "copy_to_device"):
-        monkeypatch.setattr(ours.host, name, partial(late, getattr(ours.host, name)))
+    copy_when_awaited(ours.host)
     driver = Driver(ours, seed=7, twin=twin)
     assert run(driver) > 0.6
     for happened in ("evicted", "loaded", "prefix cached", "pages reused"):

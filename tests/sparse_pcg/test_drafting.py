@@ -47,11 +47,16 @@ class Pair:
         return self.draft.forward(batch, hidden, tails, seed, mode), seed
 
 
-def build(draft_options: sparse_pcg.Options | None = None, pages: int = 24, **options: Any) -> Pair:
-    model = DSAModel(CONFIG, dtype=torch.float32, device=DEVICE, seed=3)
+def build(
+    draft_options: sparse_pcg.Options | None = None,
+    pages: int = 24,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> Pair:
+    model = DSAModel(CONFIG, dtype=dtype, device=DEVICE, seed=3)
     layers = CONFIG.num_layers
     kv = PagedKV(
-        layers + 1, pages, index_layers=(*CONFIG.index_layers, layers), dtype=torch.float32, device=DEVICE, poison=True
+        layers + 1, pages, index_layers=(*CONFIG.index_layers, layers), dtype=dtype, device=DEVICE, poison=True
     )
     chosen = sparse_pcg.Options(**{"capture_sizes": SIZES, "compiler": "eager", **options})
     target = sparse_pcg.PrefillRunner(model, kv, chosen)

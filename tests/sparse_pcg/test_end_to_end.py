@@ -15,6 +15,7 @@ from tests.sparse_pcg.test_batch_sequences import CONFIG, build
 LENGTHS = (1, 2, 5, 16, 17, 31, 32, 33, 63, 64, 65, 90, 130)  # around top-k, the largest bucket and the page
 NEW = 3  # greedy tokens of each prompt
 CHUNK = 32  # rows of a batch at most: the largest bucket
+DEVICE, DTYPE = ("cuda", torch.bfloat16) if torch.cuda.is_available() else ("cpu", torch.float32)
 
 
 def prompt(number: int) -> list[int]:
@@ -84,7 +85,7 @@ class Server:
 def served() -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV]]:
     torch._dynamo.reset()
     sparse_pcg.reset()
-    yield build(pages=24)
+    yield build(pages=24, device=DEVICE, dtype=DTYPE)
     sparse_pcg.reset()
 
 

@@ -15,6 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sparse_pcg
+from custom_ops._register import use_provider
+from custom_ops.indexer import INDEXER_TOPK
 from sparse_pcg.kv import PagedKV, RequestPages, page_table
 from sparse_pcg.models import DSAModel, preset
 from tests.sparse_pcg.toys import same
@@ -158,6 +160,24 @@ def test_embeddings_run_uncaptured_and_are_counted(served: Any) -> None:
         with sparse_pcg.stats().expect(fallbacks={"multimodal": 1}):
             out = runner.forward(replace(batch, input_embeds=embeds))
         torch.testing.assert_close(out.hidden, want.hidden, rtol=1e-3, atol=1e-4)
+
+
+def test_a_replay_asks_once_who_serves_its_cuts(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, kv = served
+    monkeypatch.setattr(runner, "options", replace(runner.options, debug_checks=False))
+    choose, asked = INDEXER_TOPK.choose, []
+    monkeypatch.setattr(INDEXER_TOPK, "choose", lambda *args: asked.append(choose(*args)) or asked[-1])
+    with kv.request() as request:
+        batch = batch_of([(request, 30)])
+        want = runner.forward(batch, "uncaptured")
+        cuts = len(asked)
+        assert cuts > 1
+        replay = runner.forward(batch)
+        assert replay.variant == "cut" and len(asked) == cuts + 1
+        assert same([replay.hidden, replay.logits], [want.hidden, want.logits])
+        with use_provider("indexer_topk", "triton"):
+            runner.forward(batch)
+        assert asked[cuts:] == ["reference", "triton"]
 
 
 class TestBadBatches:
