@@ -82,12 +82,14 @@ class Ranks:
     def running(self, what: str, device: torch.device | None) -> Iterator[None]:
         """Around a run with collectives. Raises RankError for a rank that is lost, before or in it."""
         watch = self.watch
-        watch.enter(what)
+        outermost = watch.enter(what)
         try:
             yield
         except RankError:
             raise
         except Exception as error:
+            if not outermost:
+                raise
             why = watch.explain(error)
             if why is not None:
                 raise RankError(f"{what}: {why}") from error
@@ -111,6 +113,9 @@ class Ranks:
             except BaseException as error:
                 self._tell_withdrawn(keys[self.index], mine, error)
                 self.watch.check()  # the store may be gone with the rank that kept it: that is what to say
+                left = [why for rank in range(len(keys)) if rank != self.index and (why := self.watch.trouble(rank))]
+                if left and not isinstance(error, RankError):
+                    raise RankError(f"{what}: {left[0]}") from error
                 raise
             # All have read the last but one: they have answered the last.
             if number >= 2:
@@ -243,7 +248,7 @@ def ranks_of(graph: fx.Graph) -> Ranks | None:
     group = groups[0] if len(groups) == 1 else distributed_c10d._get_default_group()
     with _known_lock:
         if group not in _known:
-            store = torch.distributed.PrefixStore("sparse_pcg", group.get_group_store())
+            store = torch.distributed.PrefixStore("sparse_pcg", distributed_c10d._get_process_group_store(group))
             names = [f"rank {rank}" for rank in torch.distributed.get_process_group_ranks(group)]
             _known[group] = ranks = Ranks(store, group.rank(), names, timeout_from_env())
             atexit.register(_leave, ranks)

@@ -84,8 +84,8 @@ class Watch:
         state = self._seen.get(rank, ({}, 0.0))[0]
         return f"{self._names[rank]} left{_because(state)}" if state.get("left") else None
 
-    def enter(self, what: str) -> None:
-        """A run begins that waits for the other ranks; runs nest."""
+    def enter(self, what: str) -> bool:
+        """A run begins that waits for the other ranks; runs nest. Returns whether it is the outermost."""
         if self._depth == 0:
             self.check()
             self._run += 1
@@ -93,6 +93,7 @@ class Watch:
             if not self._pending():
                 self._since = time.monotonic()
         self._depth += 1
+        return self._depth == 1
 
     def leave(self, device: torch.device | None) -> None:
         """The run has returned. device: where its work may still be under way; None: nowhere."""
@@ -157,7 +158,8 @@ class Watch:
                             self._seen[rank] = state, time.monotonic()
                 self._answered = time.monotonic()
         except RuntimeError as error:
-            if not self._stop.is_set():
+            # Whoever keeps the store leaves with a word first: that it ends then is no loss.
+            if not self._stop.is_set() and not self._someone_left():
                 self._lose(f"the store of the ranks is gone, with the process that kept it ({_first_line(error)})")
                 self._stop.wait(BEAT)
 
@@ -179,16 +181,19 @@ class Watch:
     def _judge(self) -> None:
         while not self._stop.wait(BEAT / 2):
             now = time.monotonic()
-            if now - self._answered > self._timeout:
+            if now - self._answered > self._timeout and not self._someone_left():
                 self._lose(f"the store of the ranks has not answered for {self._timeout:g} s")
             for rank, (state, changed) in list(self._seen.items()):
                 if state["left"]:
                     continue
                 if state["machine"] == _MACHINE and _start_of(state["pid"]) != state["start"]:
                     self._lose(f"{self._names[rank]} has ended (its process {state['pid']} is gone)")
-                elif now - changed > self._timeout:
+                elif self._answered - changed > self._timeout:
                     self._lose(f"{self._names[rank]} has shown no sign of life for {self._timeout:g} s")
             self._end_if_in_vain(now)
+
+    def _someone_left(self) -> bool:
+        return any(state.get("left") for state, _ in list(self._seen.values()))
 
     def _lose(self, why: str) -> None:
         if self.lost is None and not self._leaving:

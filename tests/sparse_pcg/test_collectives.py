@@ -309,6 +309,20 @@ def test_leaving_waits_until_the_others_have_read_it(group: Callable[..., Group]
     assert one.ends == [[], []]
 
 
+def test_a_store_that_ends_with_a_rank_that_left_is_no_loss() -> None:
+    store, ends = Breaking(False), [[], []]  # type: ignore[var-annotated]
+    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK, ends[i].append) for i in range(2)]
+    try:
+        ranks[0].close()
+        store.broken.set()
+        time.sleep(2 * QUICK)
+        assert ranks[1].watch.lost is None and ends == [[], []]
+        with pytest.raises(RankError, match="a capture: rank 0 left"):
+            ranks[1].vote("a capture", None)
+    finally:
+        ranks[1].watch._stop.set()
+
+
 # --- captures ---
 
 
