@@ -86,7 +86,7 @@ def run_ttft(
     with launched(device()) as mesh:
         assert mesh is not None
         world, seconds = _build(config, sizes, longest, compiler, Rank.of(mesh, expert_parallel=True))
-        return _measured(world, seconds, {**settings, "tp": tp}, rows, repeats, partial)
+        return _measured(world, seconds, settings, rows, repeats, partial)
 
 
 def _build(
@@ -105,21 +105,22 @@ def _measured(
     repeats: int,
     partial: Path | None,
 ) -> dict[str, Any]:
-    parameters = (*world.runner.model.parameters(), *world.draft.model.parameters())
-    weights = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
-    head = provenance()
-    if (ranks := world.turns.rank.size) > 1:
-        head["machine"]["ranks"] = ranks
-        command = head["command"].replace("sparse-pcg", "sparse_pcg", 1)
-        head["command"] = f"torchrun --nproc-per-node {ranks} -m {command}"
-    result: dict[str, Any] = {
-        "bench": "ttft",
-        **head,
-        "model": {**settings, "layers": world.config.num_layers, "weight_bytes": sum(weights.values())},
-        **capture_all(world),
-    }
+    result: dict[str, Any] = {"bench": "ttft", **head(world, settings), **capture_all(world)}
     result["seconds"]["weights"] = seconds
     return measure_rows(world, result, rows, repeats, partial if is_first() else None)
+
+
+def head(world: World, settings: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, on what, by which command. ``weight_bytes``: of the rank, target and draft."""
+    parameters = (*world.runner.model.parameters(), *world.draft.model.parameters())
+    weights = {p.data_ptr(): p.numel() * p.element_size() for p in parameters}
+    model = {**settings, "layers": world.config.num_layers, "weight_bytes": sum(weights.values())}
+    found = {**provenance(), "model": model}
+    if (ranks := world.turns.rank.size) > 1:
+        model["tp"] = found["machine"]["ranks"] = ranks
+        command = found["command"].replace("sparse-pcg", "sparse_pcg", 1)
+        found["command"] = f"torchrun --nproc-per-node {ranks} -m {command}"
+    return found
 
 
 def capture_all(world: World) -> dict[str, Any]:

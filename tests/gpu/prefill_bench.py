@@ -2,7 +2,8 @@
 
 ``rows`` writes h200-ttft[-NAME].json and .png into OUT: rows of ``bench ttft`` (partial results as it goes), and with
 ``--lanes`` then h200-serve.json on the same graphs. ``warm-sparse`` and ``warm-engine`` only fill the compile cache
-beside it, from a model of the same pieces with fewer layers.
+beside it, from a model of the same pieces with fewer layers. Under torchrun the processes share the whole model, and
+the files are called h200x2-ttft-tp2[-NAME].
 """
 
 from __future__ import annotations
@@ -15,10 +16,12 @@ from pathlib import Path
 import torch
 
 from sparse_pcg.bench.plots import plot
-from sparse_pcg.bench.prefill import PAGE, World, rank_config
+from sparse_pcg.bench.prefill import PAGE, World, rank_config, shared_config
 from sparse_pcg.bench.serve import pages_needed, serve_classes
-from sparse_pcg.bench.timing import provenance
-from sparse_pcg.bench.ttft import capture_all, measure_rows, parse_rows
+from sparse_pcg.bench.timing import device
+from sparse_pcg.bench.ttft import capture_all, head, measure_rows, parse_rows
+from sparse_pcg.launch import is_first, launched, processes
+from sparse_pcg.models import Rank
 
 ROWS = "0+512,0+1024,0+2048,32768+1024,131072+1024,0+8192,32768+4096,131072+4096"  # those that say most come first
 SERVED = 1024  # new tokens of a class that is served at most
@@ -39,16 +42,22 @@ def main() -> None:
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--name", default="")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    level = logging.INFO if is_first() else logging.WARNING
+    logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
+    with launched(device()) as mesh:
+        measure(args, Rank() if mesh is None else Rank.of(mesh, expert_parallel=True))
 
+
+def measure(args: argparse.Namespace, rank: Rank) -> None:
     rows = parse_rows(args.rows)
     sizes = tuple(sorted({new for _, new in rows}))
     longest = max(prefix + new for prefix, new in rows)
     served = [row for row in rows if row[1] <= SERVED] if args.lanes else []
     pages = max(-(-longest // PAGE) + 2, pages_needed(served, args.lanes) if served else 0)
-    config = rank_config(args.model, args.layers, args.experts, longest)
+    model = (args.model, args.layers, args.experts, longest)
+    config = rank_config(*model) if processes() == 1 else shared_config(*model, processes())
     if args.what != "rows":
-        world = World.build(config, sizes[-1:], pages, args.compiler)
+        world = World.build(config, sizes[-1:], pages, args.compiler, rank)
         runner = world.runner if args.what == "warm-sparse" else world.engine
         runner._compiled = runner._compile(runner.options)  # a trace of its own: of this runner's pieces alone
         (world.draft if args.what == "warm-sparse" else runner).capture(progress=False)
@@ -56,18 +65,21 @@ def main() -> None:
         return
 
     began = time.perf_counter()
-    world = World.build(config, sizes, pages, args.compiler)
+    world = World.build(config, sizes, pages, args.compiler, rank)
     held = torch.cuda.memory_allocated() / 2**30 if torch.cuda.is_available() else 0.0
     log("weights and caches: %.1f s, %.1f GiB", time.perf_counter() - began, held)
-    model = {"name": args.model, "layers": config.num_layers, "experts": args.experts, "compiler": args.compiler}
+    settings = {"name": args.model, "experts": args.experts, "compiler": args.compiler}
     command = f"bash tests/gpu/prefill_bench.sh OUT {args.name}".rstrip()
-    head = {**provenance(), "command": command, "model": model, **capture_all(world)}
-    name = "h200-ttft" + (f"-{args.name}" if args.name else "")
-    result = measure_rows(world, {"bench": "ttft", **head}, rows, TURNS, args.out / f"{name}.json", PATIENCE)
-    plot(result, args.out / f"{name}.png")
+    top = {**head(world, settings), "command": command, **capture_all(world)}
+    name = "h200-ttft" if rank.size == 1 else f"h200x{rank.size}-ttft"
+    name += f"-{args.name}" if args.name else ""
+    partial = args.out / f"{name}.json" if is_first() else None
+    result = measure_rows(world, {"bench": "ttft", **top}, rows, TURNS, partial, PATIENCE)
+    if is_first():
+        plot(result, args.out / f"{name}.png")
     log("ttft done")
     if served:
-        serve_classes(world, {"bench": "serve", **head}, served, args.lanes, MODES, 2, args.out / "h200-serve.json")
+        serve_classes(world, {"bench": "serve", **top}, served, args.lanes, MODES, 2, args.out / "h200-serve.json")
         log("serve done")
 
 
