@@ -26,6 +26,7 @@ from .collectives import COMPILING, Ranks, ranks_of
 from .counters import LIVE, count_fallback, logger
 from .errors import FrozenError
 from .graphs import GraphDevice, device_for
+from .handed_objects import HandedObjects
 from .memory import Pool, overlaps, storage_ptr
 from .options import Options
 from .pieces import Distinct, compile_pieces, misalignment, real_storages
@@ -111,6 +112,7 @@ class CompiledGraph:
         self.program = build_program(own.graph, self.segments, self.distinct, analysis, placeholders)
         self.program.before = _layer_waits(self.program, self.bound, len(examples))
         self.program.ranks = self.ranks
+        self.program.objects = HandedObjects(own.graph)
         self.static = [i for i, n in enumerate(placeholders) if _is_static(n)]
         self.static += [len(examples) + i for i, b in enumerate(self.bound) if b.static]
         tensors = [i for i, n in enumerate(placeholders) if isinstance(analysis.values[n], torch.Tensor)]
@@ -189,6 +191,7 @@ class CompiledGraph:
     def __call__(self, *args: Any) -> Any:
         with self._lock, torch.no_grad():
             inputs = self._complete(args)
+            self.program.objects.keep()
             watcher = session.watcher()
             if watcher is not None:
                 outputs = self.program.run(inputs)

@@ -22,6 +22,7 @@ from .collectives import Ranks, Together, group_of
 from .counters import COUNTS
 from .errors import CaptureError, note
 from .graphs import GraphDevice
+from .handed_objects import HandedObjects
 from .memory import Pool, StableOutputs, storage_ptr
 from .split import CUT, HOST, LIVE, PIECE
 
@@ -76,6 +77,7 @@ class Program:
     dynamic: values whose size is known only after a run. outputs: a ``Ref`` or a constant per graph output.
     dead: per step, the values that no later step reads. before: called with the number of each step that runs next,
     where the steps run one by one. ranks: those that run it together, since it has collectives; None: this one alone.
+    objects: streams and events that the steps read by number.
     """
 
     steps: list[Step]
@@ -86,6 +88,7 @@ class Program:
     dead: list[list[int]] = field(default_factory=list)
     before: Callable[[int], None] | None = None
     ranks: Ranks | None = None
+    objects: HandedObjects = field(default_factory=HandedObjects)
 
     def __post_init__(self) -> None:
         last: dict[int, int] = {}
@@ -103,7 +106,7 @@ class Program:
 
     def run(self, inputs: Sequence[Any], *, short: bool = False) -> list[Any]:
         """Run without graphs; with ``short`` the cuts' capturable bodies stand in for them."""
-        with _together(self.ranks, "an uncaptured run", inputs):
+        with _together(self.ranks, "an uncaptured run", inputs), self.objects.in_table():
             return self._run(inputs, short)
 
     def _run(self, inputs: Sequence[Any], short: bool) -> list[Any]:
@@ -253,11 +256,13 @@ def record_plan(
             if variant in ("short", "whole"):
                 _record_whole(plan, program, inputs, device, pool)
             else:
-                _Recording(plan, program, inputs, device, pool, label).run()
+                with program.objects.in_table():
+                    _Recording(plan, program, inputs, device, pool, label).run()
         finally:
             if plan.failure is not None:
                 plan.clear()
                 plan.captures = plan.cuts = 0
+    plan.steps = program.objects.around(plan.steps)
     COUNTS.captures += plan.captures
     return plan
 

@@ -22,6 +22,7 @@ from custom_ops.batch_metadata import current_context
 
 from .counters import logger
 from .errors import OptionError
+from .handed_objects import drop_unread
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def rewrite(gm: fx.GraphModule, fake_mode: FakeTensorMode) -> list[BoundInput]:
     """Rewrite ``gm`` in place; returns the inputs that were appended to its placeholders, in order."""
     bound: list[BoundInput] = []
     _drop_grad_mode(gm.graph)
+    drop_unread(gm.graph)
     _constants_to_inputs(gm, fake_mode, bound)
     _sizes_to_symbols(gm.graph)
     _decompose(gm.graph, fake_mode, bound)

@@ -73,11 +73,12 @@ class ServedGraph:
         """Run the pieces, each cut op as the current recording has it: captured, or between two graphs."""
         program = self.graph.program
         values = [*inputs, *([None] * (program.size - program.inputs))]
-        for step, dead in zip(program.steps, program.dead, strict=True):
-            args, kwargs = step.bind(values)
-            step.store(_breaking(step)(*args, **kwargs) if step.kind == CUT else step.run(*args, **kwargs), values)
-            for index in dead:
-                values[index] = None
+        with program.objects.in_table():
+            for step, dead in zip(program.steps, program.dead, strict=True):
+                args, kwargs = step.bind(values)
+                step.store(_breaking(step)(*args, **kwargs) if step.kind == CUT else step.run(*args, **kwargs), values)
+                for index in dead:
+                    values[index] = None
         return program.results(values)
 
 
