@@ -294,7 +294,7 @@ MUTANTS = [
              "test_collectives.py::test_a_silent_rank_is_named_in_time"),
     _backend("collectives.py", "if not outermost:", "if False:",
              "test_rank_faults.py::test_a_rank_that_is_killed_ends_the_other_in_seconds"),
-    _backend("collectives.py", "\n            self._vote(None)", "\n            pass",
+    _backend("collectives.py", "            self._vote(None)", "            pass",
              "test_collectives.py::test_a_capture_takes_effect_on_all_ranks_or_on_none"),
     _backend("liveness.py", '_start_of(state["pid"]) != state["start"]', "False",
              "test_collectives.py::test_a_process_that_is_gone_is_noticed_before_its_silence"),
