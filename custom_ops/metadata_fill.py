@@ -100,7 +100,10 @@ def fill_batch_metadata_reference(
     num_rows.copy_(ends[-1:])
     if last_rows is not None:
         last_rows[:requests] = (ends - 1).clamp(min=0)
-    if input_ids is not None and new_ids is not None and new_ids.shape[0]:
+    if input_ids is not None and new_ids is not None:
+        if new_ids.shape[0] == 0:
+            input_ids.zero_()
+            return
         taken = new_ids[(row if tail_ids is None else row + 1).clamp(max=new_ids.shape[0] - 1)].long()
         if tail_ids is not None:
             taken = torch.where(row == (ends - 1)[request], tail_ids[request].long(), taken)

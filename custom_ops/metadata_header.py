@@ -8,13 +8,13 @@ no copy comes before.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
-from custom_ops._register import forced_provider
 from custom_ops.batch_metadata import BatchMetadata
-from custom_ops.metadata_fill import fill_batch_metadata_reference
+from custom_ops.metadata_fill import FILL_BATCH_METADATA, fill_batch_metadata_reference
 from custom_ops.metadata_kernels import CONSTANTS, COPY, ROWS, fill_described_kernel
 
 _MOST_COPIES = 64  # programs that copy the page table
@@ -46,10 +46,11 @@ def fill_described(metadata: BatchMetadata, header: torch.Tensor) -> None:
     """``fill_batch_metadata`` into all of ``metadata`` from what ``header`` describes, unchecked, in one launch.
 
     header: int64 [HEADER_WORDS], on the host; pinned, like all host memory it points at, where ``metadata`` is on a
-    GPU. Both are read when the launch runs and must stay until then. On a GPU it is always the Triton kernel.
+    GPU. Both are read when the launch runs and must stay until then. The provider is the op's; the reference is no
+    launch and reads the header at once.
     """
     m = metadata
-    if not m.positions.is_cuda and forced_provider("fill_batch_metadata") != "triton":
+    if takes_header_at_once(m):
         _reference(m, Description(*header.tolist()))
         return
     rows, static_pages = m.positions.shape[0], m.page_table.shape[1]
@@ -61,22 +62,39 @@ def fill_described(metadata: BatchMetadata, header: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+def takes_header_at_once(metadata: BatchMetadata) -> bool:
+    """Whether the reference is what fills ``metadata``: on a GPU no graph can then do it for later batches."""
+    return FILL_BATCH_METADATA.choose(metadata.positions) == "reference"
+
+
 def _reference(m: BatchMetadata, given: Description) -> None:
-    lens = _words(given.lens, 2 * given.requests)
+    words = partial(_words, m.positions.device)
+    lens = words(given.lens, 2 * given.requests)
     prefix_lens, new_lens = lens[: given.requests], lens[given.requests :]
     span = (given.requests - 1) * given.table_stride + given.pages if given.requests and given.pages else 0
-    table = _words(given.table, span).as_strided((given.requests, given.pages), (given.table_stride, 1))
-    ids = _words(given.ids, int(new_lens.sum()), given.ids_step)
-    tails = _words(given.tails, given.requests, given.tails_step) if given.tails_step else None
+    table = words(given.table, span).as_strided((given.requests, given.pages), (given.table_stride, 1))
+    ids = words(given.ids, int(new_lens.sum()), given.ids_step)
+    tails = words(given.tails, given.requests, given.tails_step) if given.tails_step else None
     fill_batch_metadata_reference(
         prefix_lens, new_lens, table, m.positions, m.slots, m.kv_lens, m.select_lens, m.request_of_row, m.page_table,
         m.num_rows_device, m.index_topk, ids, tails, m.input_ids, m.last_rows,
     )  # fmt: skip
 
 
-def _words(address: int, count: int, step: int = 1) -> torch.Tensor:
-    """int32 [count] at an address on the host, ``step`` words apart."""
+def _words(device: torch.device, address: int, count: int, step: int = 1) -> torch.Tensor:
+    """int32 [count] at an address, ``step`` words apart: on ``device``, or in pinned memory that it reads."""
     if not count:
-        return torch.empty(0, dtype=torch.int32)
+        return torch.empty(0, dtype=torch.int32, device=device)
+    if device.type == "cuda":
+        return torch.as_tensor(_Memory(address, count, step), device=device)
     memory = (ctypes.c_int32 * ((count - 1) * step + 1)).from_address(address)
     return torch.frombuffer(memory, dtype=torch.int32)[::step]
+
+
+class _Memory:
+    """int32 words that a GPU can read, as torch takes them from other libraries."""
+
+    def __init__(self, address: int, count: int, step: int) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False), "shape": (count,), "strides": (4 * step,), "typestr": "<i4", "version": 2,
+        }  # fmt: skip

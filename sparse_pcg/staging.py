@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from custom_ops.batch_metadata import BatchMetadata
-from custom_ops.metadata_header import HEADER_WORDS, Description, fill_described
+from custom_ops.metadata_header import HEADER_WORDS, Description, fill_described, takes_header_at_once
 
 from .counters import count_fallback
 from .errors import CaptureError
@@ -84,12 +84,15 @@ class Staging:
     def record(self, metadata: BatchMetadata, device: GraphDevice, pool: Pool) -> None:
         """From now on batches come into ``metadata`` by graphs, one a turn; it holds an empty batch afterwards.
 
-        Where they cannot be captured, which is logged and counted, batches go on without.
+        Where they cannot be captured, which is logged and counted, batches go on without; so they do on a GPU where the
+        op's reference is asked for.
         """
         turns = [self.take(0) for _ in range(_TURNS)]
         for turn in turns:
             turn.header_words[:] = 0
         fill_described(metadata, turns[0].header)  # compiles
+        if self._cuda and takes_header_at_once(metadata):
+            return
         try:
             with device.session(pool):
                 launches = [device.capture(partial(_filled, metadata, turn.header), (), pool)[0] for turn in turns]

@@ -3,12 +3,12 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 
 import custom_ops
 from custom_ops import BatchMetadata, use_provider
 from custom_ops._register import debug_checks
-from custom_ops.metadata_header import HEADER_WORDS, Description, fill_described
+from custom_ops.metadata_header import HEADER_WORDS, Description, fill_described, takes_header_at_once
 from tests.custom_ops import strategies as s
 from tests.custom_ops.batches import int32
 
@@ -70,9 +70,11 @@ def test_by_hand(provider: str) -> None:
     assert args["static_page_table"][:3, :3].tolist() == [[3, 4, -77], [5, 6, -77], [-77, -77, -77]]
 
 
-def ids_arguments(new: list[int], rows: int, tails: bool, seed: int, dtype: torch.dtype = torch.int64) -> dict:
+def ids_arguments(
+    new: list[int], rows: int, tails: bool, seed: int, dtype: torch.dtype = torch.int64, spare: int = 3
+) -> dict:
     """Ids from 1 on; the buffers hold what the batch before left there."""
-    ids = s.integers(2**17, sum(new) + 3, seed).to(dtype) + 1
+    ids = s.integers(2**17, sum(new) + spare, seed).to(dtype) + 1
     return {
         "new_ids": ids,
         "tail_ids": s.integers(2**17, len(new), seed + 1).to(dtype) + 1 if tails else None,
@@ -121,13 +123,15 @@ def test_is_the_loop_over_requests(requests: list[tuple[int, int]], spare: int, 
     new=st.lists(lengths, min_size=1, max_size=5),
     tails=st.booleans(),
     dtype=st.sampled_from((torch.int32, torch.int64)),
+    spare=st.sampled_from((0, 3)),
     seed=s.seeds,
 )
-def test_ids_and_last_rows(new: list[int], tails: bool, dtype: torch.dtype, seed: int) -> None:
+@example(new=[0], tails=False, dtype=torch.int64, spare=0, seed=0)
+def test_ids_and_last_rows(new: list[int], tails: bool, dtype: torch.dtype, spare: int, seed: int) -> None:
     table = s.integers(2**24, len(new) * 3, seed).view(len(new), 3)
     for provider in PROVIDERS:
         args = arguments([0] * len(new), new, table, sum(new) + 2)
-        args |= ids_arguments(new, sum(new) + 2, tails, seed, dtype)
+        args |= ids_arguments(new, sum(new) + 2, tails, seed, dtype, spare)
         s.call("fill_batch_metadata", provider, args)
         want = expected(args) | expected_ids(args)
         assert {name: args[name].tolist() for name in want} == want, provider
@@ -157,6 +161,7 @@ def on_host(values: torch.Tensor) -> torch.Tensor:
     dtypes=st.tuples(*[st.sampled_from((torch.int32, torch.int64))] * 2),
     seed=s.seeds,
 )
+@example(requests=[(1, 0)], tails=True, dtypes=(torch.int32, torch.int32), seed=0)
 def test_a_header_describes_what_the_operator_takes(
     requests: list[tuple[int, int]], tails: bool, dtypes: tuple[torch.dtype, torch.dtype], seed: int
 ) -> None:
@@ -203,6 +208,16 @@ def test_a_header_of_zeros_is_an_empty_batch(provider: str) -> None:
         fill_described(got, on_host(torch.zeros(HEADER_WORDS, dtype=torch.int64)))
     for name, pad in {**PADS, "input_ids": 0, "num_rows_device": 0}.items():
         assert getattr(got, name).unique().tolist() == [pad], name
+
+
+def test_a_header_is_read_by_the_provider_that_the_environment_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    metadata, header = BatchMetadata.allocate(130, 4, 3, 8, s.DEVICE), on_host(torch.zeros(HEADER_WORDS).long())
+    for provider, at_once in (("reference", True), ("triton", False)):
+        monkeypatch.setenv("SPARSE_PCG_FILL_BATCH_METADATA", provider)
+        assert takes_header_at_once(metadata) is at_once
+    monkeypatch.setenv("SPARSE_PCG_FILL_BATCH_METADATA", "cutlass")
+    with pytest.raises(RuntimeError, match="'cutlass' was asked for but cannot serve"):
+        fill_described(metadata, header)
 
 
 def test_more_of_a_page_table_than_programs_copy_at_once() -> None:
