@@ -86,6 +86,7 @@ def long_batch(where: str) -> tuple[Batch, HostBatch]:
     return batch, HostBatch(512, [32] * 16, [131072] * 16, 131104)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
 def test_the_host_fills_a_long_batch_within_60_us(runner: sparse_pcg.PrefillRunner, where: str) -> None:
     (batch, host), times = long_batch(where), []
