@@ -32,6 +32,7 @@ WORKERS = tuple(f"{flag}_{plugin}" for flag in FLAGS for plugin in ("off", "on")
 PROMPTS: tuple[tuple[tuple[int, ...], int], ...] = (
     ((128,), 0), ((100,), 0), ((400,), 0), ((70,), 30), ((60, 50), 0), ((100,), 2000), ((500,), 1900), ((128,), 0),
 )  # fmt: skip
+MOVES = 0.1  # relative L2 that another context must make to the logits: five times what two runs may differ by
 _COMMAND = (sys.executable, "-m", "sparse_pcg.bench.one_batch_worker")
 _LOG_LINE = re.compile(r"(sparse_pcg: .*|Capture target prefill.*(?:end|elapsed|usage).*)")
 
@@ -194,6 +195,9 @@ def _compare_prompts(each: Each) -> list[dict[str, Any]]:
                 answers[name] = {"error": str(error)}  # noqa: B023
 
         each(ask)
+        for answer in answers.values():
+            if answer.get("context_moves", 1.0) < MOVES:
+                answer["error"] = f"another context moves the logits by {answer['context_moves']:.2g}: nothing is shown"
         logits = {name: answer.pop("logits") for name, answer in answers.items() if "logits" in answer}
         for flag in FLAGS:
             ours, theirs = logits.get(f"{flag}_on"), logits.get(f"{flag}_off")

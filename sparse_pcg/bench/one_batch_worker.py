@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from .one_batch_weights import draw_weights
+
 
 def _keep_registered_configs() -> None:
     """Newer transformers know models that SGLang registers as well: the first registration stays."""
@@ -38,7 +40,10 @@ def tokens(count: int, seed: int) -> list[int]:
 
 
 class Worker:
-    """SGLang's runner with prefill graphs, loaded by SGLang's own benchmark module."""
+    """SGLang's runner with prefill graphs, loaded by SGLang's own benchmark module.
+
+    Where SGLang invents the weights of a model that is not quantised, they are ours (``draw_weights``).
+    """
 
     def __init__(self, flags: list[str]) -> None:
         _keep_registered_configs()
@@ -47,6 +52,7 @@ class Worker:
         load_plugins()  # a server's processes do it; the benchmark does not
         import sglang.benchmark.one_batch as one_batch
         from sglang.srt.model_executor.model_runner import ModelRunner
+        from sglang.srt.model_loader import loader
 
         parser = argparse.ArgumentParser()
         one_batch.ServerArgs.add_cli_args(parser)
@@ -69,6 +75,7 @@ class Worker:
             return result
 
         ModelRunner.init_cuda_graphs = measured
+        loader.initialize_dummy_weights = draw_weights
         began = time.perf_counter()
         ports = one_batch.PortArgs.init_new(server_args)
         self.bench, _ = one_batch.load_model(server_args, ports, 0, 0)
@@ -98,15 +105,15 @@ class Worker:
     def prompt(self, new: list[int], prefix: int, seed: int) -> dict[str, Any]:
         """Last-token logits of requests with ``new`` tokens behind ``prefix`` cached ones, float32 [requests, vocab].
 
-        Also how far another first token moves them (relative L2): a comparison of logits that see no context would show
-        nothing. Where our plug-in serves: whether a run of the same kernels without graphs gives the same bytes, and
-        the graph's variant and cuts.
+        Also how far another context before the same last token moves them (relative L2): a comparison of logits that
+        see no context would show nothing. Where our plug-in serves: whether a run of the same kernels without graphs
+        gives the same bytes, and the graph's variant and cuts.
         """
         logits = self._extend(new, prefix, seed)
         answer: dict[str, Any] = {"logits": logits.numpy(), "finite": bool(torch.isfinite(logits).all())}
         answer["again_bitwise"] = torch.equal(logits, self._extend(new, prefix, seed))
-        moved = self._extend(new, prefix, seed, first=1) - logits
-        answer["first_token_moves"] = float(moved.norm() / logits.norm())
+        moved = self._extend(new, prefix, seed, context=1) - logits
+        answer["context_moves"] = float(moved.norm() / logits.norm())
         serving, variants = getattr(self.backend, "serving", None), getattr(self.backend, "variants", None)
         if serving is not None and variants is not None:
             chosen = variants.chosen  # of the run above
@@ -119,9 +126,9 @@ class Worker:
                 serving.uncaptured = False
         return answer
 
-    def _extend(self, new: list[int], prefix: int, seed: int, first: int = 0) -> torch.Tensor:
+    def _extend(self, new: list[int], prefix: int, seed: int, context: int = 0) -> torch.Tensor:
         self.bench.clear()
-        ids = [[first, *tokens(prefix + count - 1, seed * 100 + i)] for i, count in enumerate(new)]
+        ids = [[*tokens(prefix + count - 1, seed * 100 + i + 50 * context), 9001 + i] for i, count in enumerate(new)]
         requests = self.one_batch.prepare_synthetic_inputs_for_latency_test(
             len(ids), prefix or len(ids[0]), [i[: prefix or None] for i in ids]
         )

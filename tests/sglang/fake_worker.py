@@ -27,4 +27,5 @@ while (order := connection.recv()) is not None:
         connection.send((False, "ValueError: of this prompt"))
     else:
         logits = np.full((len(arguments["new"]), 4), 1.01 if ours else 1.0, np.float32)
-        connection.send((True, {"logits": logits, "finite": True}))
+        blind = flag == "tc_piecewise" and arguments["prefix"] == 1900
+        connection.send((True, {"logits": logits, "finite": True, "context_moves": 0.0 if blind else 1.0}))

@@ -7,11 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from sparse_pcg.bench import one_batch
 from sparse_pcg.bench.cli import app
-from sparse_pcg.bench.one_batch_model import write_model
+from sparse_pcg.bench.one_batch_model import config, write_model
+from sparse_pcg.bench.one_batch_weights import draw_weights
 from sparse_pcg.models.hf_config import config_from_hf
 
 _FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -38,6 +40,8 @@ def test_turns_medians_and_ratios(tmp_path: Path) -> None:
     assert "logits" not in result["prompts"][0]["breakable_on"]
     refused = next(p for p in result["prompts"] if p["prefix"] == 30)
     assert "of this prompt" in refused["breakable_on"]["error"] and refused["tc_piecewise_on"]["finite"]
+    blind = next(p for p in result["prompts"] if p["prefix"] == 1900)
+    assert "nothing is shown" in blind["tc_piecewise_on"]["error"] and "error" not in blind["breakable_on"]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -53,6 +57,33 @@ def test_a_process_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.
 def test_bad_arguments(bad: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         one_batch.run_one_batch(**bad)  # type: ignore[arg-type]
+
+
+def test_the_invented_weights_let_the_context_reach_the_last_token(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = {k: v for k, v in config(6, 4).items() if k not in ("architectures", "torch_dtype", "ep_size")}
+    shape |= {"hidden_size": 256, "q_lora_rank": 128, "kv_lora_rank": 64, "vocab_size": 500, "n_routed_experts": 8}
+    shape |= {"num_experts_per_tok": 2, "intermediate_size": 256, "index_n_heads": 4, "moe_intermediate_size": 128}
+    of = transformers.AutoConfig.for_model(shape.pop("model_type"), **shape)
+    models = [transformers.AutoModelForCausalLM.from_config(of).to(torch.bfloat16).eval() for _ in range(2)]
+    for model in models:
+        draw_weights(model)
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randint(0, 500, (1, 100), generator=generator) for _ in range(2))
+    b[0, -1] = a[0, -1]
+    with torch.no_grad():
+        want, again, other = (
+            m(ids, use_cache=False).logits[0, -1].float()
+            for m, ids in zip((*models, models[0]), (a, a, b), strict=True)
+        )
+    assert want.isfinite().all() and torch.equal(want, again)
+    assert (other - want).norm() > one_batch.MOVES * want.norm()
+
+
+def test_quantised_weights_are_not_invented() -> None:
+    model = torch.nn.Linear(4, 4, bias=False).to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match="not quantised"):
+        draw_weights(model)
 
 
 def test_the_model_folder_is_one_that_transformers_reads(tmp_path: Path) -> None:
