@@ -188,6 +188,7 @@ def peers(
     """SGLang's own graph backends beside ours on the model of cut-cost: time, start-up, graph memory."""
     from .one_batch import run_one_batch
     from .peers import PEERS, run_peers
+    from .timing import provenance
 
     chosen = _words(names) or PEERS
     sizes = {"layers": layers, "hidden": hidden, "tokens": tokens, "repeats": repeats}
@@ -197,12 +198,15 @@ def peers(
             heads = tuple(map(int, _words(one_batch)))
         except ValueError as error:
             raise ValueError(f"one-batch: must be numbers of heads like 8,64, got {one_batch!r}") from error
-        result = run_peers(**sizes, peers=chosen, compiler=compiler)
+        batches: list[dict[str, Any]] = []
         for count in heads:
-            if json_file is not None:  # what there is stays, should the next part fail
-                write_json(json_file, result)
-            result.setdefault("one_batch", []).append(run_one_batch(heads=count))
-        return result
+
+            def keep(part: dict[str, Any]) -> None:  # what there is stays, should a later part fail
+                if json_file is not None:
+                    write_json(json_file, {"bench": "peers", **provenance(), "one_batch": [*batches, part]})
+
+            batches.append(run_one_batch(heads=count, keep=keep))
+        return {**run_peers(**sizes, peers=chosen, compiler=compiler), **({"one_batch": batches} if batches else {})}
 
     finish(run, json_file, plot_file)
 

@@ -82,13 +82,15 @@ def run_one_batch(
     model: Path | None = None,
     profile: Path | None = None,
     load_timeout: float = 420.0,
+    keep: Callable[[dict[str, Any]], None] = lambda part: None,
 ) -> dict[str, Any]:
     """Prefill latency per size and process, medians of ``repeats`` turns, and how the processes' logits agree.
 
     heads, layers: of a GLM-5.2-shaped model with invented weights; ``model``: a folder to load instead. profile: a
-    folder for one profile of the smallest size per process. Returns ``workers`` (per process ``ms``, ``range_ms``,
-    start-up seconds, bytes in graph pools, log lines), ``prompts`` (bitwise to our run without graphs; relative L2 to
-    SGLang's) and ``ratios`` per size. A process that fails has an ``error`` and no times.
+    folder for one profile of the smallest size per process. keep: called with what there is after each stage. Returns
+    ``workers`` (per process ``ms``, ``range_ms``, start-up seconds, bytes in graph pools, the most that the allocator
+    has held since, log lines), ``prompts`` (bitwise to our run without graphs; relative L2 to SGLang's) and ``ratios``
+    per size. A process that fails has an ``error`` and no times.
 
     Raises ValueError for a size or count that is not positive, or a folder without a config.
     """
@@ -97,6 +99,8 @@ def run_one_batch(
             raise ValueError(f"one_batch: {name} must be at least 1, got {value}")
     if model is not None and not (model / "config.json").is_file():
         raise ValueError(f"one_batch: model must be a folder with a config.json, got {model}")
+    shape = {"model": str(model)} if model else {"heads": heads, "layers": layers}
+    result: dict[str, Any] = {**shape, "sizes": list(sizes), "repeats": repeats}
     with tempfile.TemporaryDirectory() as temporary:
         folder = model or write_model(Path(temporary) / "model", layers, heads)
         with _started(folder, sizes, Path(temporary)) as workers:
@@ -110,16 +114,23 @@ def run_one_batch(
                         except RuntimeError as error:
                             rows[name]["error"] = str(error)[-3000:]
 
+            def save() -> None:
+                for name, worker in workers.items():
+                    rows[name]["log"] = worker.said()
+                keep(result)
+
             each(lambda name, worker: rows[name].update(worker.answer(load_timeout)))
-            prompts = _compare_prompts(each)
+            result["workers"] = rows
+            save()
+            result["prompts"] = _compare_prompts(each)
+            save()
             _take_turns(each, rows, sizes, repeats)
+            each(lambda name, worker: rows[name].update(worker.ask("memory", 60)))
             if profile is not None:
                 each(lambda n, w: _write(profile / f"{n}.txt", w.ask("profile", 120, size=min(sizes))))
-            for name, worker in workers.items():
-                rows[name]["log"] = worker.said()
-    shape = {"model": str(model)} if model else {"heads": heads, "layers": layers}
-    head = {**shape, "sizes": list(sizes), "repeats": repeats}
-    return {**head, "workers": rows, "prompts": prompts, "ratios": _ratios(rows)}
+            result["ratios"] = _ratios(rows)
+            save()
+    return result
 
 
 def _write(path: Path, text: str) -> None:

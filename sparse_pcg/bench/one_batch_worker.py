@@ -91,7 +91,13 @@ class Worker:
             if tuple(segment["segment_pool_id"]) != (0, 0):
                 name = str(tuple(segment["segment_pool_id"]))
                 pools[name] = pools.get(name, 0) + segment["total_size"]
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
         return {**self.start, "backend": type(self.backend).__name__, "graph_pool_bytes": sum(pools.values())}
+
+    def memory(self) -> dict[str, int]:
+        """The most bytes that PyTorch's allocator has held since the start: weights, caches, graphs and what runs."""
+        return {"peak_reserved_bytes": torch.cuda.max_memory_reserved()}
 
     def prefill_ms(self, size: int, seed: int) -> float:
         """Latency of one prefill of ``size`` tokens, as the benchmark measures it; the one before is not counted."""

@@ -23,6 +23,8 @@ while (order := connection.recv()) is not None:
         prefills += 1
         slow = 100.0 if prefills <= 2 else float(prefills % 3)  # both sizes of the first turn
         connection.send((True, slow + arguments["size"] / (2 if ours else 1)))
+    elif what == "memory":
+        connection.send((True, {"peak_reserved_bytes": 1}))
     elif what == "prompt" and flag == "breakable" and arguments["prefix"] == 30:
         connection.send((False, "ValueError: of this prompt"))
     else:

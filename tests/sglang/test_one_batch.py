@@ -45,6 +45,29 @@ def test_turns_medians_and_ratios(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_what_there_is_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[set[str]] = []
+    one_batch.run_one_batch(layers=2, repeats=1, sizes=(4,), keep=lambda part: kept.append(set(part)))
+    assert [sorted({"workers", "prompts", "ratios"} & names) for names in kept] == [
+        ["workers"], ["prompts", "workers"], ["prompts", "ratios", "workers"],
+    ]  # fmt: skip
+
+
+def test_one_command_gives_both_parts_and_the_first_stays(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def run_peers(**_: object) -> dict[str, object]:
+        raise RuntimeError("of the toy")
+
+    monkeypatch.setattr(one_batch, "PROMPTS", one_batch.PROMPTS[:1])
+    monkeypatch.setattr("sparse_pcg.bench.peers.run_peers", run_peers)
+    out = tmp_path / "peers.json"
+    done = CliRunner().invoke(app, f"peers --one-batch 8,64 --json {out}".split())
+    assert done.exit_code and "of the toy" in str(done.exception)
+    heads = [part["heads"] for part in json.loads(out.read_text())["one_batch"]]
+    monkeypatch.setattr("sparse_pcg.bench.peers.run_peers", lambda **_: {"bench": "peers", "peers": {}})
+    done = CliRunner().invoke(app, f"peers --one-batch 8 --json {out}".split())
+    assert heads == [8, 64] and {"peers", "one_batch"} <= set(json.loads(out.read_text()))
+
+
 def test_a_process_that_fails_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FAKE_FAILS", "tc_piecewise_on")
     result = one_batch.run_one_batch(layers=2, repeats=1, sizes=(4,))
