@@ -24,13 +24,17 @@ def magnitude(x: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _corrected(q: tl.tensor, x: tl.tensor, divisor: tl.tensor, inverse: tl.tensor) -> tl.tensor:
-    """x / divisor from q, an estimate of it; inverse: 1 / divisor, rounded.
+def _quotient(x: tl.tensor, divisor: tl.tensor, inverse: tl.tensor) -> tl.tensor:
+    """x / divisor, rounded as a division rounds it. inverse: 1 / divisor, rounded; all of one shape.
 
-    Twice, from x * inverse, it makes the rounded quotient, as a division does it, without its tests for values that
-    are too small or too large and the branch behind them. Signed zeros keep their sign.
+    Two corrections of x * inverse, without a division's tests for values that are too small or too large and the
+    branch behind them. An exact remainder is +0, so that its product with -1 / divisor is -0, which leaves any q as
+    it is, signed zeros too. Negated by a product: in Triton up to 3.6 -x is 0 - x, which makes +0 of either zero.
     """
-    return tl.fma(-tl.fma(q, divisor, -x), inverse, q)
+    opposite, minus_inverse = x * -1.0, inverse * -1.0
+    q = x * inverse
+    q = tl.fma(tl.fma(q, divisor, opposite), minus_inverse, q)
+    return tl.fma(tl.fma(q, divisor, opposite), minus_inverse, q)
 
 
 @triton.jit
@@ -39,8 +43,7 @@ def scale_of_magnitude(bits: tl.tensor, ROUND_SCALE: tl.constexpr) -> tl.tensor:
     amax = bits.to(tl.float32, bitcast=True)
     floored = tl.maximum(amax, 1e-4)
     largest, inverse = tl.full(amax.shape, 448.0, tl.float32), tl.full(amax.shape, 1 / 448, tl.float32)
-    scale = _corrected(floored * inverse, floored, largest, inverse)
-    scale = _corrected(scale, floored, largest, inverse)
+    scale = _quotient(floored, largest, inverse)
     if ROUND_SCALE:
         # Carry any mantissa bit into the exponent: exact, unlike exp2(ceil(log2(scale))).
         bits = scale.to(tl.int32, bitcast=True)
@@ -68,12 +71,9 @@ def to_e4m3(x: tl.tensor, scale: tl.tensor, ROUND_SCALE: tl.constexpr) -> tl.ten
         y = x * _inverse_power(scale)  # exact, so it is the quotient
     else:
         inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        y = x * inverse
         # Of an infinite scale nothing is left to correct; of quotients too small for it e4m3 makes zero anyway.
         divisor = tl.where(inverse == 0.0, 0.0, scale)
-        inverse, divisor = tl.broadcast_to(inverse, x.shape), tl.broadcast_to(divisor, x.shape)
-        y = _corrected(y, x, divisor, inverse)
-        y = _corrected(y, x, divisor, inverse)
+        y = _quotient(x, tl.broadcast_to(divisor, x.shape), tl.broadcast_to(inverse, x.shape))
     return y.to(tl.float8e4nv)
 
 

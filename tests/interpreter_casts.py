@@ -1,8 +1,10 @@
-"""Exact float casts and products for Triton's interpreter.
+"""Exact float casts, products and fused multiply-adds for Triton's interpreter.
 
 The interpreter truncates float32 -> bfloat16 where a GPU rounds to nearest even, rounds float8 ties up, turns
-float8 subnormals into zero and multiplies the bits of bfloat16 matrices as integers. With PyTorch's casts in
-their place an interpreted kernel can be compared bitwise.
+float8 subnormals into zero, multiplies the bits of bfloat16 matrices as integers and, up to Triton 3.8, rounds
+the product of an fma too. With exact ones in their place an interpreted kernel can be compared bitwise.
+-x becomes 0 - x, as Triton up to 3.6 compiles it: later ones flip the sign, of zeros too, and kernels have to be
+right with either.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 _TORCH = {
@@ -21,6 +24,22 @@ _TORCH = {
     "fp8e4nv": torch.float8_e4m3fn,
     "fp8e5": torch.float8_e5m2,
 }
+
+
+def fma(x: np.ndarray, y: np.ndarray, z: np.ndarray) -> np.ndarray:
+    """x * y + z of float32 arrays, rounded once.
+
+    The product is exact in float64. Of the sum a last bit of 1 stands for what is lost, so that it rounds to float32
+    as the whole would.
+    """
+    product, z = x.astype(np.float64) * y, z.astype(np.float64)
+    total = np.asarray(product + z)
+    part = total - product
+    lost = (product - (total - part)) + (z - part)
+    even = total.view(np.int64) & 1 == 0
+    odd = np.nextafter(total, np.where(lost > 0, np.inf, -np.inf))
+    inexact = np.isfinite(lost) & (lost != 0)
+    return np.where(inexact & even, odd, total).astype(np.float32)
 
 
 def repair() -> None:
@@ -50,3 +69,13 @@ def repair() -> None:
         return original_dot(self, a, b, d, *rest)
 
     interpreter.InterpreterBuilder.create_dot = dot
+
+    original_fma = interpreter.InterpreterBuilder.create_fma
+
+    def fused(self: Any, x: Any, y: Any, z: Any) -> Any:
+        if x.dtype.scalar != tl.float32:
+            return original_fma(self, x, y, z)
+        return interpreter.TensorHandle(fma(x.data, y.data, z.data), tl.float32)
+
+    interpreter.InterpreterBuilder.create_fma = fused
+    TritonSemantic.minus = lambda self, x: self.sub(0, x, True)  # type: ignore[method-assign]

@@ -131,8 +131,9 @@ def test_indexer_prefill_is_its_parts() -> None:
         want = torch.zeros_like(args["topk_result"])
         custom_ops.indexer_topk(LAYER, q_fp8, gate, want)
     s.assert_bitwise(args["topk_result"], want)
-    s.assert_bitwise(ctx.index_k[LAYER], other.index_k[LAYER])
-    assert not torch.equal(ctx.index_k[LAYER], index_pool())
+    # Without the page of the dummy slot: all pad rows write it, on a GPU in any order.
+    s.assert_bitwise(ctx.index_k[LAYER][1:], other.index_k[LAYER][1:])
+    assert not torch.equal(ctx.index_k[LAYER][1:], index_pool()[1:])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,4 +1,4 @@
-"""The interpreter casts as a GPU does (nearest even, subnormals, float8 saturation) and multiplies right."""
+"""The interpreter casts as a GPU does (nearest even, subnormals, float8 saturation), multiplies right, fuses."""
 
 from __future__ import annotations
 
@@ -41,3 +41,28 @@ def test_products_are_exact(dtype: torch.dtype) -> None:
     out = torch.empty(32, 32, device=s.DEVICE)
     _dot_kernel[(1,)](a, b, out, N=32)
     assert torch.equal(out, a.float() @ b.float())
+
+
+@triton.jit
+def _fma_kernel(x: tl.tensor, y: tl.tensor, z: tl.tensor, out: tl.tensor, N: tl.constexpr) -> None:
+    i = tl.arange(0, N)
+    tl.store(out + i, tl.fma(tl.load(x + i), tl.load(y + i), tl.load(z + i)))
+
+
+def test_an_fma_rounds_once() -> None:
+    one = 1 + 2**-12  # squared: 1 + 2**-11 + 2**-24, the last of which a float32 does not hold
+    # Of a sum half way between two float32 the part that a float64 does not hold decides: up, down, the even one.
+    rows = [
+        (one, one, -(1 + 2**-11), 2**-24),
+        (one, -one, 1 + 2**-11, -(2**-24)),
+        (one, one, 2**-40, 1 + 2**-11 + 2**-23),
+        (one, one, -(2**-40), 1 + 2**-11),
+        (one, one, 0.0, 1 + 2**-11),
+        (2**-40, 2**-40, 1 + 2**-23, 1 + 2**-23),
+        (-0.0, 2.0, 0.0, 0.0),
+        (-0.0, 2.0, -0.0, -0.0),
+    ]
+    x, y, z, want = torch.tensor(rows, device=s.DEVICE).T.contiguous()
+    out = torch.empty_like(want)
+    _fma_kernel[(1,)](x, y, z, out, N=8)
+    s.assert_bitwise(out, want)

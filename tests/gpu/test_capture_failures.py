@@ -193,6 +193,7 @@ def test_two_threads_capture_one_after_the_other() -> None:
     assert not failures, failures
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("kind", ["", "sync", "memory"])
 def test_reset_gives_everything_back(kind: str) -> None:
     """The allocator's bytes and the driver's, also after a capture that failed."""
