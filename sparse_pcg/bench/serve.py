@@ -12,6 +12,7 @@ import torch
 
 from ..batch import Batch
 from ..buckets import default_schedule
+from ..counters import logger
 from ..kv import RequestPages, page_table
 from .prefill import MODES, PAGE, World, median_ms, rank_config
 from .timing import provenance, write_json
@@ -21,7 +22,7 @@ BUCKETS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 LANES = (1, 4, 8, 16)
 CHUNK = 8192  # new tokens of a batch at most, over all lanes
 OFFSET = 0.03  # seconds from a lane's first token to its next request
-ALONE, TOGETHER = 16, 8  # requests of a single lane, and of each of several
+ALONE, TOGETHER, LEAST = 16, 24, 3  # requests of a single lane, of several lanes in all, and of each of them at least
 
 
 @dataclass
@@ -102,6 +103,7 @@ def serve_classes(
         with world.kv.request() as cached:
             cached.extend(prefix)  # what is in the caches will do for a prefix
             for count in lanes:
+                began = time.perf_counter()
                 taken: dict[str, list[list[float]]] = {mode: [] for mode in modes}
                 for turn in range(runs + 1):
                     for mode in modes:
@@ -110,6 +112,8 @@ def serve_classes(
                             taken[mode].append(waits)
                 measured = {mode: _summary(of_runs) for mode, of_runs in taken.items()}
                 result["classes"].append({"prefix": prefix, "new": new, "lanes": count, "modes": measured})
+                seconds = time.perf_counter() - began
+                logger.info("served %d + %d, %d at once: %.1f s", prefix, new, count, seconds)
                 if partial is not None:
                     write_json(partial, result)
     return result
@@ -128,7 +132,7 @@ def _summary(runs: list[list[float]]) -> dict[str, Any]:
 
 def _loop(world: World, mode: str, cached: RequestPages, new: int, lanes: int, each: int | None = None) -> list[float]:
     """Serve until every lane has had its requests; seconds to the first token of each."""
-    each = each or (ALONE if lanes == 1 else TOGETHER)
+    each = each or (ALONE if lanes == 1 else max(LEAST, TOGETHER // lanes))
     left = [each] * lanes
     prefix = cached.num_tokens // PAGE * PAGE
     seeds = torch.empty(lanes, world.config.index_topk, dtype=torch.int32, device=world.runner.device)

@@ -156,11 +156,11 @@ def measure_rows(
     partial: Path | None = None,
     patience: float = float("inf"),
 ) -> dict[str, Any]:
-    """Fill ``result["rows"]``. patience: seconds after which a row takes no further turns (two it has in any case)."""
-    result["rows"] = []
-    for number, (prefix, new) in enumerate(rows):
+    """Add to ``result["rows"]``. patience: seconds after which a row takes no further turns, of which it has two."""
+    done = result.setdefault("rows", [])
+    for prefix, new in rows:
         began = time.perf_counter()
-        result["rows"].append(_row(world, prefix, new, repeats, number, patience))
+        done.append(_row(world, prefix, new, repeats, len(done), patience))
         logger.info("measured %d + %d: %.1f s", prefix, new, time.perf_counter() - began)
         if partial is not None:
             write_json(partial, result)

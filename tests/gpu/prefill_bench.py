@@ -1,9 +1,9 @@
 """The prefill benches of one rank, of target and draft, in one process: what ``prefill_bench.sh`` runs.
 
-``rows`` writes h200-ttft[-NAME].json and .png into OUT: rows of ``bench ttft`` (partial results as it goes), and with
-``--lanes`` then h200-serve.json on the same graphs. ``warm-sparse`` and ``warm-engine`` only fill the compile cache
-beside it, from a model of the same pieces with fewer layers. Under torchrun the processes share the whole model, and
-the files are called h200x2-ttft-tp2[-NAME].
+``rows`` writes h200-ttft[-NAME].json and .png into OUT: rows of ``bench ttft``. With ``--lanes`` h200-serve.json and
+.png come of the same graphs, after the first rows. What has been measured is in the JSON files at any time.
+``warm-sparse`` and ``warm-engine`` only fill the compile cache beside it, from a model of the same pieces with fewer
+layers. Under torchrun the processes share the whole model, and the files are called h200x2-ttft-tp2[-NAME].
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from sparse_pcg.models import Rank
 ROWS = "0+512,0+1024,0+2048,32768+1024,131072+1024,0+8192,32768+4096,131072+4096"  # those that say most come first
 SERVED = 1024  # new tokens of a class that is served at most
 MODES = ("engine-cuts", "sparse_pcg-short")
-TURNS, PATIENCE = 11, 9.0  # of a row, and seconds after which it takes no further turns
+TURNS, PATIENCE = 11, 6.0  # of a row, and seconds after which it takes no further turns
+FIRST = 2  # rows before the lanes
 log = logging.getLogger("sparse_pcg").info
 
 
@@ -74,13 +75,16 @@ def measure(args: argparse.Namespace, rank: Rank) -> None:
     name = "h200-ttft" if rank.size == 1 else f"h200x{rank.size}-ttft"
     name += f"-{args.name}" if args.name else ""
     partial = args.out / f"{name}.json" if is_first() else None
-    result = measure_rows(world, {"bench": "ttft", **top}, rows, TURNS, partial, PATIENCE)
+    result = measure_rows(world, {"bench": "ttft", **top}, rows[:FIRST], TURNS, partial, PATIENCE)
+    if served:
+        lanes = {"bench": "serve", **top}
+        serve_classes(world, lanes, served, args.lanes, MODES, 2, args.out / "h200-serve.json")
+        plot(lanes, args.out / "h200-serve.png")
+        log("serve done")
+    measure_rows(world, result, rows[FIRST:], TURNS, partial, PATIENCE)
     if is_first():
         plot(result, args.out / f"{name}.png")
     log("ttft done")
-    if served:
-        serve_classes(world, {"bench": "serve", **top}, served, args.lanes, MODES, 2, args.out / "h200-serve.json")
-        log("serve done")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ case "$which" in tp2*) run=(python3 -m torch.distributed.run --standalone --npro
 bench() { "${run[@]}" "$@"; }
 warm() { for half in $2; do bench "warm-$half" "$out" --layers "$1" "${model[@]}" >"$out/$which-warm-$half.log" 2>&1; done; }
 case "$which" in
-4) model=() rest=(--lanes 1 4) ;;
+4) model=() rest=(--lanes 1 4 8 16) ;;
 16) model=(--experts 16 --rows 0+512,0+1024,32768+1024) rest=(--name 16) ;;
 v32) model=(--model deepseek_v32 --rows 0+512,32768+1024) rest=(--layers 16 --name v32) ;;
 tp2) model=() rest=(--name tp2) ;;

@@ -56,7 +56,8 @@ def test_a_row_takes_no_further_turns_when_patience_ends(built: World, monkeypat
 
 def test_serve_of_several_lanes(built: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serve, "ALONE", 3)
-    monkeypatch.setattr(serve, "TOGETHER", 2)
+    monkeypatch.setattr(serve, "TOGETHER", 7)
+    monkeypatch.setattr(serve, "LEAST", 1)
     monkeypatch.setattr(serve, "OFFSET", 0.001)
     monkeypatch.setattr(serve, "CHUNK", 16)  # three lanes of 8 do not fit: a request waits, or is cut in two
     out, picture = tmp_path / "serve.json", tmp_path / "serve.png"
