@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.sparse_pcg.test_draft_sequences import (  # noqa: F401
-    _fresh,
+    scarce,
     test_pages_that_came_back_equal_those_that_stayed,
     test_replay_equals_uncaptured_and_breaks,
 )

@@ -18,21 +18,26 @@ BATCHES = 250  # of each of the two tests
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def scarce() -> Iterator[Pair]:
+    """With fewer pages than the requests want."""
     torch._dynamo.reset()
     sparse_pcg.reset()
-    yield
+    yield captured(9)
     sparse_pcg.reset()
 
 
-def subject(pages: int, host_pages: int = 0) -> tuple[Subject, Pair]:
+def captured(pages: int) -> Pair:
+    pair = build(pages=pages, dtype=DTYPE)
+    pair.draft.capture(progress=False)
+    return pair
+
+
+def subject(pair: Pair, host_pages: int = 0) -> Subject:
     """Target and draft as one subject: hidden states and logits of both, and the positions in the seed.
 
     Where the driver asks for an uncaptured forward, every other one runs with breaks.
     """
-    pair = build(pages=pages, dtype=DTYPE)
-    pair.draft.capture(progress=False)
     plain = iter(("uncaptured", "breaks") * 10_000)
 
     def forward(batch: sparse_pcg.Batch, mode: str) -> Sequence[torch.Tensor]:
@@ -46,7 +51,7 @@ def subject(pages: int, host_pages: int = 0) -> tuple[Subject, Pair]:
 
     host = HostKV(pair.kv, host_pages) if host_pages else None
     runners = (pair.target, pair.draft)
-    return Subject(pair.kv, forward, CONFIG.vocab_size, SIZES[-1], runners, host), pair
+    return Subject(pair.kv, forward, CONFIG.vocab_size, SIZES[-1], runners, host)
 
 
 def positions(seed: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
@@ -66,15 +71,15 @@ def run(driver: Driver) -> float:
     return (after.replays - before.replays) / driver.counts["batches"]
 
 
-def test_replay_equals_uncaptured_and_breaks() -> None:
-    driver = Driver(subject(9)[0], seed=4)
+def test_replay_equals_uncaptured_and_breaks(scarce: Pair) -> None:
+    driver = Driver(subject(scarce), seed=4)
     assert run(driver) > 1.4  # the target's and the draft's
     for happened in ("prefix cached", "chunks", "preempted", "pages reused"):
         assert driver.counts[happened] >= 20, driver.counts
 
 
-def test_pages_that_came_back_equal_those_that_stayed() -> None:
-    ours, twin = subject(9, host_pages=12)[0], subject(64)[0]
+def test_pages_that_came_back_equal_those_that_stayed(scarce: Pair) -> None:
+    ours, twin = subject(scarce, host_pages=12), subject(captured(64))
     copy_when_awaited(ours.host)
     driver = Driver(ours, seed=7, twin=twin)
     assert run(driver) > 0.6

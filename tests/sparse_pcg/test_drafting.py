@@ -260,7 +260,8 @@ class TestOwnPair:
                 assert compare(pair, batch)[0].variant is None
 
     def test_compiled_pieces(self) -> None:
-        pair = build(capture_sizes=(16,), compiler="inductor")
+        sizes = (16,)
+        pair = build(sparse_pcg.Options(capture_sizes=sizes, compiler="inductor"), capture_sizes=sizes)
         pair.draft.capture(progress=False)
         with pair.kv.request() as request:
             for seed, (rows, variant) in enumerate([(12, "short"), (12, "cut")]):

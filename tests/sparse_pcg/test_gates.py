@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparse_pcg
 from sparse_pcg.compiled_graph import _copy_graph as copy_graph
@@ -25,6 +26,7 @@ from tests.sparse_pcg.test_runner import batch_of, compare
 from tests.sparse_pcg.toys import same
 
 SMALL = replace(preset("tiny"), num_layers=3, index_topk=16)
+LEAST = replace(SMALL, num_layers=1)
 KILLED = {
     "SPARSE_PCG_ATTN_IN_GRAPH": {ATTENTION, INDEXER, SHORT},
     "SPARSE_PCG_INDEXER_PREP_IN_GRAPH": {INDEXER, SHORT},
@@ -57,26 +59,52 @@ def off(runner: Any) -> dict[str, str]:
     return {gate.feature: gate.reason for gate in runner.gates if not gate.on}
 
 
-def traced_cuts(config: ModelConfig, *deployments: frozenset[str]) -> list[list[str]]:
-    """The cuts of the model, traced once and rewritten with these composites whole; nothing is compiled or run."""
-    runner, _ = build(config)
+def cuts_of(runner: Any, gm: torch.fx.GraphModule, fake_mode: FakeTensorMode, whole: frozenset[str]) -> list[str]:
+    """The cuts of a traced model that is rewritten with these composites whole; nothing is compiled or run."""
+    context = runner._context(runner.metadata)
+    context.whole = whole
+    own = copy_graph(gm)
+    with use_context(context):
+        rewrite(own, fake_mode)
+    cuts = [overload_of(n) for n in own.graph.nodes if is_cut(n, frozenset())]
+    return [op._schema.name.removeprefix("sparse_pcg::") for op in cuts]
+
+
+def by_dynamo(runner: Any, deployments: Sequence[frozenset[str]]) -> list[list[str]]:
+    """The cuts in what Dynamo traces."""
     found: list[list[str]] = []
 
     def backend(gm: torch.fx.GraphModule, examples: Any) -> Any:
-        for whole in deployments:
-            context = runner._context(runner.metadata)
-            context.whole = whole
-            own = copy_graph(gm)
-            with use_context(context):
-                rewrite(own, fake_mode_of(gm))
-            cuts = [overload_of(n) for n in own.graph.nodes if is_cut(n, frozenset())]
-            found.append([op._schema.name.removeprefix("sparse_pcg::") for op in cuts])
+        found.extend(cuts_of(runner, gm, fake_mode_of(gm), whole) for whole in deployments)
         return lambda *args: (None,)
 
     rows = runner._row_arguments(runner.metadata, 2, {})
     with no_grad(), use_context(runner._context(runner.metadata)):
         torch.compile(runner.model, backend=backend, fullgraph=True)(**rows)
     return found
+
+
+def by_symbols(runner: Any, deployments: Sequence[frozenset[str]]) -> list[list[str]]:
+    """The cuts in what torch.fx traces by itself: the same calls, in a fraction of the time."""
+
+    class Rows(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = runner.model
+
+        def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, kv_lens: torch.Tensor) -> Any:
+            return self.model(input_ids, positions, kv_lens)
+
+    class Examples(torch.fx.Interpreter):
+        def run_node(self, n: torch.fx.Node) -> Any:
+            n.meta["example_value"] = super().run_node(n)
+            return n.meta["example_value"]
+
+    rows = runner._row_arguments(runner.metadata, 2, {})
+    with no_grad(), use_context(runner._context(runner.metadata)):
+        gm = torch.fx.symbolic_trace(Rows())
+        Examples(gm).run(*[rows[n.target] for n in gm.graph.nodes if n.op == "placeholder"])
+    return [cuts_of(runner, gm, FakeTensorMode(), whole) for whole in deployments]
 
 
 def shrunk(name: str) -> ModelConfig:
@@ -103,14 +131,15 @@ def shrunk(name: str) -> ModelConfig:
     )
 
 
+@pytest.mark.parametrize("traced", [by_symbols, pytest.param(by_dynamo, marks=pytest.mark.heavy)])
 @pytest.mark.parametrize(("name", "ours", "layers"), [("glm5_2", 21, 78), ("deepseek_v32", 61, 61)])
 def test_cuts_of_the_published_models(
-    name: str, ours: int, layers: int, monkeypatch: pytest.MonkeyPatch
+    name: str, ours: int, layers: int, traced: Callable[..., list[list[str]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """21 and 61 at full depth; what engines cut today (99 and 122) with the kill switch of attention off."""
     monkeypatch.setenv("SPARSE_PCG_ATTN_IN_GRAPH", "0")
-    whole = build()[0].gates.whole
-    captured, engine = traced_cuts(shrunk(name), frozenset(), whole)
+    runner = build(shrunk(name))[0]
+    captured, engine = traced(runner, (frozenset(), runner.gates.whole))
     assert captured == ["indexer_topk"] * ours
     assert engine.count("indexer_prefill") == ours and engine.count("mla_attention") == layers
     assert len(engine) == ours + layers
@@ -163,7 +192,7 @@ def test_each_kill_switch(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_draft_runs_uncaptured_where_it_is_off() -> None:
-    runner, kv, draft = build(deployment=Deployment(pp=2), draft=True)
+    runner, kv, draft = build(LEAST, Deployment(pp=2), draft=True)
     runner.capture(progress=False)
     with sparse_pcg.stats().expect(captures=0):
         assert draft.capture(progress=False) == []
@@ -205,11 +234,11 @@ def test_sglangs_switches_count_under_sglang_alone(monkeypatch: pytest.MonkeyPat
 
 
 def test_options_turn_features_off_without_counting() -> None:
-    runner, kv = build(graphs="off")
+    runner, kv = build(LEAST, graphs="off")
     assert set(off(runner)) == set(FEATURES) and "graphs='off'" in off(runner)[ATTENTION]
     with kv.request() as request, sparse_pcg.stats().expect(fallbacks={}):
         runner.forward(batch_of([(request, 8)]))
-    runner, kv = build(short_graphs=False)
+    runner, kv = build(LEAST, short_graphs=False)
     assert set(off(runner)) == {SHORT}
     runner.capture(progress=False)
     with kv.request() as request, sparse_pcg.stats().expect(fallbacks={}, replays=1):
