@@ -510,6 +510,26 @@ MUTANTS = [
     _sglang("piecewise.py", "if stream is None:", "if False:", "0.5.14"),
     _sglang("piece_class.py", "if _addresses(args) != held.addresses:", "if False:", "0.5.14"),
     _sglang("piece_class.py", "if held is None or is_in_torch_compile_warmup():", "if held is None:", "0.5.14"),
+    # Streams and events that Dynamo hands over by number; Triton kernels of the model; the bench of SGLang's one_batch
+    _backend("plan.py", 'inputs), self.objects.in_table():', 'inputs):',
+             "test_handed_objects.py::test_a_run_past_dynamo_finds_the_objects_of_its_own_graph"),
+    _backend("plan.py", "plan.steps = program.objects.around(plan.steps)", "pass",
+             "test_handed_objects.py::test_a_run_past_dynamo_finds_the_objects_of_its_own_graph"),
+    _backend("compiled_graph.py", "            self.program.objects.keep()", "            pass",
+             "test_handed_objects.py::test_a_call_through_dynamo_brings_its_own_objects"),
+    _backend("rewrite.py", "    drop_unread(gm.graph)", "    pass",
+             "test_handed_objects.py::test_a_stream_that_is_only_asked_for_is_no_part_of_the_graph"),
+    _backend("analysis.py", "self.facts.writes |= {storage_of(values[n]) for n in written if",
+             "self.facts.writes |= {storage_of(values[n]) for n in values if", "test_triton_kernels.py"),
+    _backend("pieces.py", 'named["constant_args_idx"] = tuple(', "_ = tuple(", "test_triton_kernels.py"),
+    Mutant("sparse_pcg/bench/one_batch.py", "< MOVES:", "< 0.0:",
+           "tests/sglang/test_one_batch.py::test_turns_medians_and_ratios"),
+    Mutant("sparse_pcg/bench/one_batch.py", "size: taken[1:] for", "size: taken for",
+           "tests/sglang/test_one_batch.py::test_turns_medians_and_ratios"),
+    Mutant("sparse_pcg/bench/one_batch_weights.py", "bound = scale * math.sqrt(3", "bound = 1e-3 * (3",
+           "tests/sglang/test_one_batch.py::test_the_invented_weights_let_the_context_reach_the_last_token"),
+    Mutant("sparse_pcg/bench/cli.py", "[*batches, part]", "[part]",
+           "tests/sglang/test_one_batch.py::test_one_command_gives_both_parts_and_the_first_stays"),
 ]  # fmt: skip
 
 

@@ -35,6 +35,7 @@ def test_turns_medians_and_ratios(tmp_path: Path) -> None:
         on = name.endswith("_on")
         assert row["log"] == ([f"sparse_pcg: {name[:-3]} 7 cuts"] if on else [])
         assert 64 <= row["ms"]["128"] - (0 if on else 64) <= 66  # without the first turn
+        assert max(row["range_ms"]["128"]) - (0 if on else 64) <= 66
     assert result["ratios"]["2048"]["best_on/tc_piecewise_off"] == pytest.approx(0.5, abs=0.01)
     assert result["prompts"][0]["tc_piecewise_on"]["relative_l2_to_off"] == pytest.approx(0.01, abs=1e-4)
     assert "logits" not in result["prompts"][0]["breakable_on"]

@@ -29,7 +29,7 @@ FACTORS = (2, 5, 2, 2)
 
 
 @triton.jit
-def _scale_kernel(x: Any, out: Any, n: Any, factor: tl.constexpr, BLOCK: tl.constexpr) -> None:
+def _scale_kernel(x, out, n, factor: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < n) * factor, mask=at < n)
 
@@ -53,26 +53,28 @@ _LIBRARY.impl("half", _half, "CompositeExplicitAutograd")
 _LIBRARY._register_fake("half", lambda x: None)
 
 
-def model(x: torch.Tensor, total: torch.Tensor, half: Any = torch.ops.sparse_pcg_triton_test.half) -> torch.Tensor:
-    """Four layers; the second has another constant, and the last writes into an argument."""
+def model(x: torch.Tensor, given: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """Four layers; the second has another constant, and the last reads one argument and writes another."""
     for layer in range(4):
-        y = x + 1
-        x = total if layer == 3 else torch.empty_like(y)
-        _scale_kernel[(triton.cdiv(y.numel(), 128),)](y, x, y.numel(), factor=FACTORS[layer], BLOCK=128)
-        half(x)
-    return x * 1
+        y = given if layer == 3 else x + 1
+        out = total if layer == 3 else torch.empty_like(y)
+        _scale_kernel[(triton.cdiv(y.numel(), 128),)](y, out, y.numel(), factor=FACTORS[layer], BLOCK=128)
+        torch.ops.sparse_pcg_triton_test.half(out)
+        x = x + out if layer == 3 else out
+    return x
 
 
 if __name__ == "__main__":
     seen: list[Any] = []
     options = {"capture_sizes": [8], "compiler": "eager"}
     compiled = torch.compile(model, backend=backend.sparse_pcg, fullgraph=True, dynamic=False, options=options)
-    x, total = torch.randn(8, 4), torch.zeros(8, 4)
+    x, given, total = torch.randn(8, 4), torch.randn(8, 4), torch.zeros(8, 4)
     want = x
-    for layer in range(4):
-        want = (want + 1) * FACTORS[layer] * 0.5
+    for factor in FACTORS[:3]:
+        want = (want + 1) * factor * 0.5
+    want = want + given * FACTORS[3] * 0.5
     with session.watching(lambda graph, inputs, outputs: seen.append(graph)), torch.no_grad():
-        equal = [torch.equal(compiled(x, total), want) for _ in range(3)]
+        equal = [torch.equal(compiled(x, given, total), want) for _ in range(3)]
     graph = seen[0]
     found = {"equal": equal, "kinds": [s.kind for s in graph.segments], "distinct": graph.distinct_count}
     print(json.dumps({**found, "kernels": graph.kernels_of, "written": [graph.names[i] for i in graph.written]}))
