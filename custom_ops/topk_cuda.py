@@ -49,9 +49,16 @@ SHORT = Tuning(threads=512, capacity=4096, unroll=2, blocks_per_sm=4)
 SPLIT = Tuning(threads=1024, unroll=4, blocks_per_sm=1, split=1)
 
 
-def tuning_of(width: int, blocks: int) -> Tuning:
-    """What serves rows of ``width`` columns, each shared by ``blocks``."""
-    return SPLIT if blocks > 1 else SHORT if width <= 4096 else MEDIUM if width <= 16384 else LONG
+def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tuning:
+    """What serves rows of ``width`` columns, each shared by ``blocks``.
+
+    Few rows take the time of one: more threads each. The selection is the same by any.
+    """
+    if blocks > 1:
+        return SPLIT
+    if width <= 4096:
+        return SHORT
+    return MEDIUM if width <= 20480 and rows > 2 * multiprocessors else LONG
 
 
 def sources() -> tuple[str, dict[str, str]]:
@@ -134,10 +141,11 @@ def launch(
     if rows == 0:
         return
     device = logits.get_device()
+    width, multiprocessors = logits.shape[1], _multiprocessors(device)
     if blocks is None:
-        blocks = blocks_of_a_row(rows, logits.shape[1], _multiprocessors(device))
+        blocks = blocks_of_a_row(rows, width, multiprocessors)
     if tuning is None:
-        tuning = tuning_of(logits.shape[1], blocks)
+        tuning = tuning_of(rows, width, blocks, multiprocessors)
     kernel(device, tuning).launch(
         rows * blocks,
         (

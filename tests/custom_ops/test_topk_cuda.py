@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from custom_ops import topk_cuda
 from custom_ops._nvrtc import CudaError, _nvrtc, compile_cuda
 from custom_ops.topk import topk_indices_reference, topk_slots_reference
-from custom_ops.topk_cuda import Tuning, blocks_of_a_row, sources
+from custom_ops.topk_cuda import LONG, MEDIUM, SHORT, SPLIT, Tuning, blocks_of_a_row, sources, tuning_of
 from tests.custom_ops import strategies as s
 
 ROOT = Path(__file__).parent.parent.parent
@@ -176,6 +176,12 @@ def test_rows_behind_the_valid_ones_and_no_starts() -> None:
 def test_the_launch_knows_how_much_shared_memory_it_needs() -> None:
     for tuning in (SMALL, Tuning(threads=64, capacity=1000, max_k=128)):
         assert library(tuning).shared_bytes() == tuning.shared
+
+
+def test_wide_rows_get_more_threads_where_they_are_few() -> None:
+    assert tuning_of(8192, 4096, 1, 132) is tuning_of(1, 4096, 1, 132) is SHORT
+    assert tuning_of(265, 20480, 1, 132) is MEDIUM and tuning_of(265, 20481, 1, 132) is LONG
+    assert tuning_of(264, 4097, 1, 132) is LONG and tuning_of(16, 131072, 2, 132) is SPLIT
 
 
 def test_rows_are_shared_where_they_are_few_and_long() -> None:
