@@ -269,13 +269,22 @@ def timeout_from_env() -> float:
 
 def _leave(ranks: Ranks) -> None:
     """At the end of the process; an exception that nobody caught is what the others are told."""
-    error = getattr(sys, "last_value", None)
-    ranks.close(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if error is not None else "")
+    ranks.close(_reason(getattr(sys, "last_value", None)))
     if ranks.watch.lost is not None:
         # The communicator's own end would wait for the rank that is lost.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
+
+
+def leave_all(error: BaseException) -> None:
+    """Leave every group, for ``error``: the others are told."""
+    for ranks in list(_known.values()):
+        ranks.close(_reason(error))
+
+
+def _reason(error: BaseException | None) -> str:
+    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}" if error is not None else ""
 
 
 COMPILING = float(STUCK)  # patience where ranks compile: one may have a warm cache

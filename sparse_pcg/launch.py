@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .backend import reset
+from .collectives import leave_all
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -32,7 +35,8 @@ def launched(device_type: str) -> Iterator[DeviceMesh | None]:
 
     On CUDA each process takes the GPU of its local rank and collectives are NCCL's, without NVLink multicast unless
     ``NCCL_NVLS_ENABLE`` says otherwise; on the CPU they are gloo's. At the end captured graphs are dropped, then the
-    process group: NCCL ends a communicator only once no graph holds its collectives.
+    process group: NCCL ends a communicator only once no graph holds its collectives. After an error on CUDA the process
+    ends at once, with its traceback and status 1, and the others are told.
     Raises ValueError where this machine has fewer GPUs than processes.
     """
     if processes() == 1:
@@ -53,8 +57,21 @@ def launched(device_type: str) -> Iterator[DeviceMesh | None]:
     if cuda:  # the first collective makes the communicator, which no capture could hold
         dist.all_reduce(torch.zeros(1, device="cuda"), group=mesh.get_group())
         torch.cuda.synchronize()
-    yield mesh
-    # Not after an error: the others may be gone, and leaving would wait for them.
+    try:
+        yield mesh
+    except BaseException as error:
+        # The others may be gone, and captured graphs still hold collectives: an end in order would wait for both.
+        if cuda:
+            _end(error)
+        raise
     reset()
     gc.collect()
     dist.destroy_process_group()
+
+
+def _end(error: BaseException) -> None:
+    traceback.print_exception(error)
+    leave_all(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

@@ -90,7 +90,8 @@ class Watch:
             self.check()
             self._run += 1
             self._what = what
-            if not self._pending():
+            # An event that is looked at inside a capture breaks it.
+            if _in_capture() or not self._pending():
                 self._since = time.monotonic()
         self._depth += 1
         return self._depth == 1
@@ -98,7 +99,7 @@ class Watch:
     def leave(self, device: torch.device | None) -> None:
         """The run has returned. device: where its work may still be under way; None: nowhere."""
         cuda = device is not None and device.type == "cuda"
-        if self._depth == 1 and cuda and not torch.cuda.is_current_stream_capturing():
+        if self._depth == 1 and cuda and not _in_capture():
             if self._event is None:
                 self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
@@ -235,6 +236,10 @@ class Watch:
             return self._event is not None and not self._event.query()
         except RuntimeError:
             return False
+
+
+def _in_capture() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _because(state: dict[str, Any]) -> str:

@@ -21,7 +21,6 @@ from ..kv import PagedKV, RequestPages, page_table
 from ..models import DSAModel, ModelConfig, NextN, preset
 from ..models.sharding import Rank
 from ..options import Options
-from ..plan import Plan, Ref
 from ..runner import PrefillOutput, PrefillRunner
 from .ranks import Turns
 from .timing import device
@@ -174,29 +173,16 @@ def without_short(runner: GraphRunner) -> Iterator[None]:
 def full_graph(runner: PrefillRunner, batch: Batch, bucket: int) -> Iterator[Callable[[], PrefillOutput]]:
     """A prefill of this very batch as one graph, cuts and all: lengths are frozen, so it is a floor and no product.
 
-    The same kernels as a replay with cuts. Without a GPU the pieces run as they are.
+    The same kernels as a replay with cuts. Raises CaptureError, on all ranks that share the model, where one of them
+    cannot capture it.
     """
     host = check_batch(batch, runner.kv.num_pages, False)
     kept = runner._buckets[bucket]
     with runner._lock, no_grad():
         fill(runner.metadata, batch, host, runner._staging)
-        plan = Plan("cut", "floor")
         with use_context(runner._context(runner.metadata)):
-            kept.graph.program.run(kept.inputs)
-            if runner.device.type == "cuda":
-                graph = torch.cuda.CUDAGraph()
-                # What watches over collectives looks at their events from threads of its own.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    plan.values = kept.graph.program.run(kept.inputs)
-                plan.add(graph.replay, "all of it", "piece")
-            else:
-                plan.values = kept.graph.program.run(kept.inputs)
-
-                def run() -> None:
-                    plan.values = kept.graph.program.run(kept.inputs)
-
-                plan.add(run, "all of it", "piece")
-        plan._outputs = tuple(Ref(i) for i in range(len(plan.values)))
+            plan = kept.graph.plan(kept.inputs, variant="whole", label=", the floor")
+    assert plan is not None
 
     def forward() -> PrefillOutput:
         with without_short(runner):

@@ -171,5 +171,8 @@ def _commit(root: Path | None) -> str:
 
 
 def write_json(path: Path | str, result: Mapping[str, Any]) -> None:
-    """Write ``result`` as indented JSON."""
-    Path(path).write_text(json.dumps(result, indent=2) + "\n")
+    """Write ``result`` as indented JSON. Whoever ends this process meanwhile leaves the file as it was."""
+    path = Path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(result, indent=2) + "\n")
+    os.replace(beside, path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from ..batch import Batch
 from ..compiled_graph import CompiledGraph
 from ..counters import logger
+from ..errors import CaptureError
 from ..launch import is_first, launched, processes
 from ..models import ModelConfig
 from ..models.sharding import Rank
@@ -67,7 +69,8 @@ def run_ttft(
 
     Per row ``ms`` has each mode and the floor, one full graph over the same kernels with lengths frozen;
     ``gpu_busy_ms`` the sum of kernel time of one run; ``draft_ms`` what the draft takes after the token is on the host;
-    ``bitwise`` whether the replays equal the uncaptured run. Raises ValueError for an unknown model or bad rows.
+    ``bitwise`` whether the replays equal the uncaptured run; ``left_out`` what could not be captured,
+    and why. Raises ValueError for an unknown model or bad rows.
     """
     if model not in ("glm5_2", "glm5", "deepseek_v32", "tiny"):
         raise ValueError(f"ttft: model must be 'glm5_2', 'glm5', 'deepseek_v32' or 'tiny', got {model!r}")
@@ -89,9 +92,7 @@ def run_ttft(
         return _measured(world, seconds, settings, rows, repeats, partial)
 
 
-def _build(
-    config: ModelConfig, sizes: tuple[int, ...], longest: int, compiler: str, rank: Rank
-) -> tuple[World, float]:
+def _build(config: ModelConfig, sizes: tuple[int, ...], longest: int, compiler: str, rank: Rank) -> tuple[World, float]:
     began = time.perf_counter()
     world = World.build(config, sizes, -(-longest // PAGE) + 2, compiler, rank)
     return world, time.perf_counter() - began
@@ -155,16 +156,35 @@ def measure_rows(
     repeats: int,
     partial: Path | None = None,
     patience: float = float("inf"),
+    until: float = float("inf"),
 ) -> dict[str, Any]:
-    """Add to ``result["rows"]``. patience: seconds after which a row takes no further turns, of which it has two."""
+    """Add to ``result["rows"]``. patience: seconds after which a row takes no further turns, of which it has two.
+
+    until: time by ``time.perf_counter`` after which no further row begins, on any rank. Rows that are to come, or never
+    came, are named in ``result["not_measured"]``.
+    """
     done = result.setdefault("rows", [])
+    waiting = result.setdefault("not_measured", [row_name(row) for row in rows])
     for prefix, new in rows:
-        began = time.perf_counter()
-        done.append(_row(world, prefix, new, repeats, len(done), patience))
-        logger.info("measured %d + %d: %.1f s", prefix, new, time.perf_counter() - began)
         if partial is not None:
             write_json(partial, result)
+        began = time.perf_counter()
+        if world.turns.most(began - until) > 0:
+            logger.info("no time for %s", ", ".join(waiting))
+            break
+        done.append(_row(world, prefix, new, repeats, len(done), patience))
+        waiting.remove(row_name((prefix, new)))
+        logger.info("measured %d + %d: %.1f s", prefix, new, time.perf_counter() - began)
+    if not waiting:
+        del result["not_measured"]
+    if partial is not None:
+        write_json(partial, result)
     return result
+
+
+def row_name(row: tuple[int, int]) -> str:
+    """As ``parse_rows`` reads it."""
+    return f"{row[0]}+{row[1]}"
 
 
 def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience: float) -> dict[str, Any]:
@@ -180,9 +200,14 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience:
         bitwise = bool(world.turns.least(bitwise))
         served = {m: (o.bucket, o.variant) for m, o in outputs.items()}
         del outputs, plain, replays
-        with full_graph(world.runner, batch, new) as floor:
-            ways: dict[str, Callable[[], PrefillOutput]] = {m: _way(world, m, batch) for m in modes}
-            ways[FLOOR] = floor
+        ways: dict[str, Callable[[], PrefillOutput]] = {m: _way(world, m, batch) for m in modes}
+        left_out: dict[str, str] = {}
+        with ExitStack() as stack:
+            try:
+                ways[FLOOR] = stack.enter_context(full_graph(world.runner, batch, new))
+            except CaptureError as error:
+                left_out[FLOOR] = str(error)
+                logger.warning("%d + %d without %s: %s", prefix, new, FLOOR, error)
             times: dict[str, list[float]] = {m: [] for m in ways}
             drafts: dict[str, list[float]] = {m: [] for m in modes}
             _settle()
@@ -212,6 +237,7 @@ def _row(world: World, prefix: int, new: int, repeats: int, seed: int, patience:
         "turns": len(times["sparse_pcg"]),
         "served": {m: list(s) for m, s in served.items()},
         "bitwise": bitwise,
+        **({"left_out": left_out} if left_out else {}),
     }
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import logging
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -19,19 +20,20 @@ from sparse_pcg.bench.plots import plot
 from sparse_pcg.bench.prefill import PAGE, World, rank_config, shared_config
 from sparse_pcg.bench.serve import pages_needed, serve_classes
 from sparse_pcg.bench.timing import device
-from sparse_pcg.bench.ttft import capture_all, head, measure_rows, parse_rows
+from sparse_pcg.bench.ttft import capture_all, head, measure_rows, parse_rows, row_name
 from sparse_pcg.launch import is_first, launched, processes
 from sparse_pcg.models import Rank
 
-ROWS = "0+512,0+1024,0+2048,32768+1024,131072+1024,0+8192,32768+4096,131072+4096"  # those that say most come first
+ROWS = "0+512,0+1024,32768+1024,0+2048,131072+1024,0+8192,32768+4096,131072+4096"  # those that say most come first
 SERVED = 1024  # new tokens of a class that is served at most
 MODES = ("engine-cuts", "sparse_pcg-short")
 TURNS, PATIENCE = 11, 6.0  # of a row, and seconds after which it takes no further turns
+BEGAN = time.perf_counter()
 FIRST = 2  # rows before the lanes
 log = logging.getLogger("sparse_pcg").info
 
 
-def main() -> None:
+def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("rows", "warm-sparse", "warm-engine"))
     parser.add_argument("out", type=Path)
@@ -39,10 +41,17 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="default: all")
     parser.add_argument("--experts", type=int, default=4)
     parser.add_argument("--rows", default=ROWS)
+    parser.add_argument("--sizes", type=int, nargs="*", default=(), help="buckets besides those of the rows")
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further row begins")
     parser.add_argument("--lanes", type=int, nargs="*", default=())
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--name", default="")
-    args = parser.parse_args()
+    return parser.parse_args(words)
+
+
+def main() -> None:
+    args = parse()
     level = logging.INFO if is_first() else logging.WARNING
     logging.basicConfig(level=level, format="%(asctime)s %(message)s", datefmt="%H:%M:%S")
     with launched(device()) as mesh:
@@ -51,7 +60,7 @@ def main() -> None:
 
 def measure(args: argparse.Namespace, rank: Rank) -> None:
     rows = parse_rows(args.rows)
-    sizes = tuple(sorted({new for _, new in rows}))
+    sizes = tuple(sorted({*args.sizes, *(new for _, new in rows)}))
     longest = max(prefix + new for prefix, new in rows)
     served = [row for row in rows if row[1] <= SERVED] if args.lanes else []
     pages = max(-(-longest // PAGE) + 2, pages_needed(served, args.lanes) if served else 0)
@@ -72,17 +81,20 @@ def measure(args: argparse.Namespace, rank: Rank) -> None:
     settings = {"name": args.model, "experts": args.experts, "compiler": args.compiler}
     command = f"bash tests/gpu/prefill_bench.sh OUT {args.name}".rstrip()
     top = {**head(world, settings), "command": command, **capture_all(world)}
+    log("graphs: %.1f s since the start", time.perf_counter() - BEGAN)
     name = "h200-ttft" if rank.size == 1 else f"h200x{rank.size}-ttft"
     name += f"-{args.name}" if args.name else ""
     partial = args.out / f"{name}.json" if is_first() else None
-    result = measure_rows(world, {"bench": "ttft", **top}, rows[:FIRST], TURNS, partial, PATIENCE)
+    turns = (args.turns, partial, PATIENCE, BEGAN + args.seconds)
+    result = {"bench": "ttft", **top, "not_measured": [row_name(row) for row in rows]}
+    measure_rows(world, result, rows[:FIRST], *turns)
     if served:
         lanes = {"bench": "serve", **top}
         serve_classes(world, lanes, served, args.lanes, MODES, 2, args.out / "h200-serve.json")
         plot(lanes, args.out / "h200-serve.png")
         log("serve done")
-    measure_rows(world, result, rows[FIRST:], TURNS, partial, PATIENCE)
-    if is_first():
+    measure_rows(world, result, rows[FIRST:], *turns)
+    if is_first() and result["rows"]:
         plot(result, args.out / f"{name}.png")
     log("ttft done")
 

@@ -17,13 +17,13 @@ case "$which" in
 4) model=() rest=(--lanes 1 4 8 16) ;;
 16) model=(--experts 16 --rows 0+512,0+1024,32768+1024) rest=(--name 16) ;;
 v32) model=(--model deepseek_v32 --rows 0+512,32768+1024) rest=(--layers 16 --name v32) ;;
-tp2) model=() rest=(--name tp2) ;;
+tp2) model=() rest=(--name tp2 --seconds $((limit - 25))) ;;
 tp2-all) model=(--experts 128 --rows 0+512,0+1024,32768+1024) rest=(--layers 14 --name tp2-all) ;;
 *) echo "which: must be 4, 16, v32, tp2 or tp2-all, got $which" >&2; exit 2 ;;
 esac
 depth=14 # holds every distinct piece of GLM-5.2
 [ "$which" = v32 ] && depth=6
-[ "$which" = tp2-all ] && depth=0 # the caches of tp2 serve it; beside it there is no room for another model
+case "$which" in tp2*) depth=0 ;; esac # processes of two ranks beside those of two others would slow these down
 if [ "$depth" = 0 ]; then
     helpers=
 elif [ "$which" = 16 ]; then # two such models beside the big one would not fit

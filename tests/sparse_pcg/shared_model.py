@@ -7,12 +7,14 @@ the names of what to look at. Without a GPU TRITON_INTERPRET must be 1.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,11 +24,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import sparse_pcg
 from sparse_pcg import Batch, DraftRunner, Options, PrefillRunner, demo
+from sparse_pcg.bench import ttft
+from sparse_pcg.errors import CaptureError
+from sparse_pcg.graphs import EmulatedDevice
 from sparse_pcg.kv import PagedKV, page_table
 from sparse_pcg.launch import launched
 from sparse_pcg.models import DSAModel, NextN, Rank, preset
 from sparse_pcg.split import CUT, PIECE
 from sparse_pcg.verification import pages_of, row_distance, same_bytes
+from tests.gpu import prefill_bench
 from tests.sparse_pcg import toys  # noqa: F401  (registers operators)
 
 CONFIG = replace(preset("tiny"), num_layers=3, indexer_types=("full", "shared", "full"))
@@ -157,6 +163,36 @@ def served_demo(mesh: DeviceMesh, device: str) -> dict[str, Any]:
     return {"ok": result.ok, "ranks": result.ranks, "diffs": [row.rank_diff for row in result.rows]}
 
 
+def bench(mesh: DeviceMesh, device: str) -> dict[str, Any]:
+    """The prefill bench where the second rank cannot capture the first row's floor and has no time for a third row."""
+    line = "rows OUT --model tiny --layers 2 --rows 0+8,64+8,0+9 --turns 1 --seconds 3600 --compiler eager --name tp2"
+    args = prefill_bench.parse(line.replace("OUT", sys.argv[1]).split())
+    rows = itertools.count()
+    late = 0.0
+    first_row, capture, now = ttft._row, EmulatedDevice.capture, time.perf_counter
+
+    def row(*arguments: Any) -> dict[str, Any]:
+        nonlocal late
+        number = next(rows)
+        late = 7200.0 * number * mesh.get_local_rank()
+        if number == 0 and mesh.get_local_rank() == 1:
+            EmulatedDevice.capture = fails  # type: ignore[method-assign]
+        return first_row(*arguments)
+
+    def fails(*arguments: Any) -> Any:
+        EmulatedDevice.capture = capture  # type: ignore[method-assign]
+        raise CaptureError("capture failed: of this rank alone")
+
+    ttft._row, ttft.time = row, SimpleNamespace(perf_counter=lambda: now() + late)  # type: ignore[assignment]
+    try:
+        prefill_bench.measure(args, Rank.of(mesh, expert_parallel=True))
+    finally:
+        ttft._row, ttft.time = first_row, time  # type: ignore[assignment]
+    sparse_pcg.reset()
+    written = Path(sys.argv[1]) / "h200x2-ttft-tp2.json"
+    return {"result": json.loads(written.read_text()) if mesh.get_local_rank() == 0 else {}, "rows": next(rows)}
+
+
 WHAT: dict[str, Callable[[DeviceMesh, str], dict[str, Any]]] = {
     "columns": lambda mesh, device: model(mesh, device, torch.float32, False, "eager"),
     "experts": lambda mesh, device: model(mesh, device, torch.float32, True, "eager"),
@@ -165,6 +201,7 @@ WHAT: dict[str, Callable[[DeviceMesh, str], dict[str, Any]]] = {
     "sums": lambda mesh, device: sums(mesh, device, "eager"),
     "sums inductor": lambda mesh, device: sums(mesh, device, "inductor"),
     "demo": served_demo,
+    "bench": bench,
 }
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,8 @@ from typer.testing import CliRunner
 import sparse_pcg
 from sparse_pcg.bench import serve, ttft
 from sparse_pcg.bench.cli import app
-from sparse_pcg.bench.prefill import MODES, World, rank_config
+from sparse_pcg.bench.prefill import MODES, World, full_graph, rank_config
+from sparse_pcg.verification import same_bytes
 
 TINY = "--model tiny --layers 2 --compiler eager"
 
@@ -52,6 +55,33 @@ def test_a_row_takes_no_further_turns_when_patience_ends(built: World, monkeypat
     monkeypatch.setattr(ttft, "MODES", ("uncaptured", "sparse_pcg"))
     ttft.capture_all(built)
     assert ttft.measure_rows(built, {}, [(0, 8)], 50, patience=0.0)["rows"][0]["turns"] == 2
+
+
+def test_the_floor_gives_what_a_replay_gives(built: World) -> None:
+    ttft.capture_all(built)
+    pages, batch = built.request(64, 8, 3)
+    with pages, full_graph(built.runner, batch, 8) as floor:
+        replayed, alone = built.forward("sparse_pcg", batch), floor()
+        assert same_bytes(alone.hidden, replayed.hidden) and same_bytes(alone.logits, replayed.logits)
+        assert built.forward("sparse_pcg", batch).variant == "cut"
+
+
+def test_no_row_begins_when_the_time_is_over(built: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ttft.capture_all(built)
+    out = tmp_path / "part.json"
+    row = ttft._row
+
+    def seen(*arguments: Any) -> dict[str, Any]:
+        # What there is when a row begins is what a run that is ended in it leaves.
+        assert json.loads(out.read_text())["not_measured"] == ["0+8", "64+8"]
+        return row(*arguments)
+
+    monkeypatch.setattr(ttft, "_row", seen)
+    rows = [(0, 8), (64, 8)]
+    until = time.perf_counter() + 1e-3
+    result = ttft.measure_rows(built, {}, rows, 1, out, until=until)
+    assert [r["new"] for r in result["rows"]] == [8] and result["not_measured"] == ["64+8"]
+    assert json.loads(out.read_text()) == result and list(tmp_path.iterdir()) == [out]
 
 
 def test_serve_of_several_lanes(built: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -390,3 +390,32 @@ def test_the_time_out_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(collectives.ENV, bad)
         with pytest.raises(ValueError, match=f"{collectives.ENV}: must be a positive number of seconds, got '{bad}'"):
             collectives.timeout_from_env()
+
+
+def test_the_thread_that_captures_looks_at_no_event(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CUDA calls the capture off for it."""
+    by: set[str] = set()
+
+    class Event:
+        def query(self, stream: Any = None) -> bool:
+            by.add(threading.current_thread().name)
+            return True
+
+        record = query
+
+    def run(ranks: Ranks) -> None:
+        ranks.watch._event = Event()
+        with ranks.running("a run", torch.device("cuda")):
+            pass
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    for capturing in (False, True):
+        by.clear()
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
+        both = group(2)
+        assert both.each(run, run) == [None, None]
+        callers = {name for name in by if not name.startswith("sparse_pcg ")}
+        assert bool(callers) is not capturing

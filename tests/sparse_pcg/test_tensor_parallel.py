@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from sparse_pcg.bench import ttft
 from sparse_pcg.models import DSAModel, NextN, Rank, preset
 from sparse_pcg.models.drawing import draw_weights
 
@@ -59,7 +60,7 @@ def judge_sums(name: str, ranks: list[dict[str, Any]]) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    return look(["experts", "sums", "sums inductor", "demo"], "cpu", tmp_path_factory.mktemp("ranks"))
+    return look(["experts", "sums", "sums inductor", "demo", "bench"], "cpu", tmp_path_factory.mktemp("ranks"))
 
 
 def test_two_ranks_equal_one(found: dict[str, Any]) -> None:
@@ -74,6 +75,16 @@ def test_sums_among_writes_reads_and_cuts(name: str, found: dict[str, Any]) -> N
 def test_the_demo_under_torchrun(found: dict[str, Any]) -> None:
     assert all(rank["ok"] and rank["ranks"] == 2 for rank in found["demo"])
     assert 0 < max(found["demo"][0]["diffs"]) < 1e-4
+
+
+def test_the_bench_goes_on_without_what_one_rank_cannot_do(found: dict[str, Any]) -> None:
+    result = found["bench"][0]["result"]
+    assert [rank["rows"] for rank in found["bench"]] == [2, 2] and result["not_measured"] == ["0+9"]
+    first, second = result["rows"]
+    assert ttft.FLOOR not in first["ms"] and ttft.FLOOR in second["ms"] and "left_out" not in second
+    assert "rank 1: capture failed: of this rank alone" in first["left_out"][ttft.FLOOR]
+    assert first["bitwise"] and second["bitwise"] and first["turns"] == 1
+    assert result["captured_collectives"] == {"sparse_pcg": 4, "engine-cuts": 4}
 
 
 @pytest.mark.heavy
