@@ -341,7 +341,8 @@ def moe_experts(
     expert.
     Returns [T, hidden] in x's dtype; rows without an expert here are zero, whatever x and weights hold.
     The kernels take bfloat16 and float16. They read nothing on the host, and sum in one order: a row's result depends
-    on its own values alone, and on T only through the height of the tiles.
+    on its own values alone, and on T only through the height of the tiles (on an H200 tiles of 16 to 128 rows gave
+    the same bits).
     Raises ValueError for another dtype, shape or device.
     """
     return torch.ops.sparse_pcg.moe_experts(x, gate_up, down, weights, ids, num_experts)

@@ -58,15 +58,14 @@ def _store_row(
     TRANSPOSED: tl.constexpr,
 ) -> None:
     dim = tl.arange(0, LATENT_DIM)
-    total = tl.where(total == 0.0, 1.0, total)
+    # A division a head, not one an element: a result of 32 bits is off by a last bit for it.
+    share = tl.div_rn(tl.full(total.shape, 1.0, tl.float32), tl.where(total == 0.0, 1.0, total))
     if TRANSPOSED:
         target = out + (row * HEADS + head)[None, :] * LATENT_DIM + dim[:, None]
-        attended = tl.div_rn(attended, tl.broadcast_to(total[None, :], attended.shape))
-        tl.store(target, attended.to(out.dtype.element_ty), mask=(head < HEADS)[None, :])
+        tl.store(target, (attended * share[None, :]).to(out.dtype.element_ty), mask=(head < HEADS)[None, :])
     else:
         target = out + (row * HEADS + head)[:, None] * LATENT_DIM + dim[None, :]
-        attended = tl.div_rn(attended, tl.broadcast_to(total[:, None], attended.shape))
-        tl.store(target, attended.to(out.dtype.element_ty), mask=(head < HEADS)[:, None])
+        tl.store(target, (attended * share[:, None]).to(out.dtype.element_ty), mask=(head < HEADS)[:, None])
 
 
 @triton.jit
@@ -192,8 +191,7 @@ def _sparse_mla_kernel(
             )
         else:
             all_peak, all_total, all_attended = peak, total, attended
-    # A row of one chunk needs no second kernel, whoever takes the others' chunks.
-    if (chunks_each >= chunks) | ((part == 0) & (length <= CHUNK)):
+    if chunks_each >= chunks:
         _store_row(out, all_attended, all_total, row, head, HEADS, LATENT_DIM, TRANSPOSED)
     elif first < last:
         place = (row * tl.num_programs(1) + tl.program_id(1)) * chunks + part
@@ -215,21 +213,20 @@ def _merge_kernel(
     CHUNK: tl.constexpr,
     LATENT_DIM: tl.constexpr,
 ) -> None:
-    """Merge the states of a row's chunks (a chunk a program of the kernel above) and write the row, if of several."""
+    """Merge the states of a row's chunks (a chunk a program of the kernel above) and write the row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEAD_BLOCK + tl.arange(0, HEAD_BLOCK)
     length = tl.minimum(tl.load(select_lens + row), k)
-    if length > CHUNK:
-        peak = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
-        total = tl.zeros((HEAD_BLOCK,), tl.float32)
-        attended = tl.zeros((HEAD_BLOCK, LATENT_DIM), tl.float32)
-        for chunk in range(tl.cdiv(length, CHUNK)):
-            place = (row * tl.num_programs(1) + tl.program_id(1)) * chunks + chunk
-            peaks, totals, sums = _partial(states, place, HEAD_BLOCK, LATENT_DIM, False)
-            peak, total, attended = _merge(
-                peak, total, attended, tl.load(peaks), tl.load(totals), tl.load(sums), False
-            )
-        _store_row(out, attended, total, row, head, HEADS, LATENT_DIM, False)
+    peak = tl.full((HEAD_BLOCK,), float("-inf"), tl.float32)
+    total = tl.zeros((HEAD_BLOCK,), tl.float32)
+    attended = tl.zeros((HEAD_BLOCK, LATENT_DIM), tl.float32)
+    for chunk in range(tl.cdiv(length, CHUNK)):
+        place = (row * tl.num_programs(1) + tl.program_id(1)) * chunks + chunk
+        peaks, totals, sums = _partial(states, place, HEAD_BLOCK, LATENT_DIM, False)
+        peak, total, attended = _merge(
+            peak, total, attended, tl.load(peaks), tl.load(totals), tl.load(sums), False
+        )
+    _store_row(out, attended, total, row, head, HEADS, LATENT_DIM, False)
 
 
 def parts(cache: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
