@@ -156,6 +156,6 @@ def plot_ops(axes: Any, result: Mapping[str, Any]) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.axvline(1.0, color="#94a3b8", linewidth=0.8)
-    axes.set_xlabel("time over a copy of the same bytes (products: over the bound of bandwidth and matrix rate)")
+    axes.set_xlabel("time over a copy of the same bytes\n(products: over the bound of bandwidth and matrix rate)")
     axes.legend(fontsize=7)
     axes.figure.set_size_inches(8, max(4.5, 0.2 * len(labels) + 1.5))
