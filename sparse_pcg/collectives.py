@@ -55,7 +55,8 @@ class Ranks:
         self._store, self.index, self.names, self.timeout = store, index, list(names), timeout
         self._numbers = itertools.count()
         self._lock = threading.RLock()
-        self.watch = Watch(store, index, self.names, timeout, end)
+        # By a connection of its own: what waits for a key on another one lets nobody else use that meanwhile.
+        self.watch = Watch(store.clone(), index, self.names, timeout, end)
 
     def same(self, what: str, facts: Mapping[str, Any], patience: float = 1.0) -> None:
         """Raises RankError, on every rank, unless all ranks come to ``what`` with equal ``facts`` (as text).

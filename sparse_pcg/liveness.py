@@ -54,14 +54,15 @@ class Watch:
         self._failed_run = -1
         self._leaving = False
         self._run, self._what, self._depth = 0, "", 0
-        self._since = 0.0  # when the run under way began
+        self._began = 0.0  # when the last run did
+        self._since = 0.0  # when the run did that is under way, or on the GPU an earlier one whose work is
         self._event: Any = None  # done when the last run's work on the GPU is
+        self._mark: Any = None  # done when the work of the run is that began at ``_since``: a GPU may never catch up
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._answered = time.monotonic()  # when the store last answered
         self._blamed: tuple[str, float] | None = None  # why the run under way waits in vain, since when
-        self._stop = threading.Event()
-        self._lock = threading.Lock()
-        self._beats_so_far = 0
+        self._stop, self._wake = threading.Event(), threading.Event()
+        self._beats_so_far = self._beats_done = 0
         self._beat()  # who comes to an agreement has shown a sign of life before
         self._threads = [
             threading.Thread(target=target, name=f"sparse_pcg {target.__name__}", daemon=True)
@@ -90,9 +91,10 @@ class Watch:
             self.check()
             self._run += 1
             self._what = what
+            self._began = time.monotonic()
             # An event that is looked at inside a capture breaks it.
-            if _in_capture() or not self._pending():
-                self._since = time.monotonic()
+            if _in_capture() or not _under_way_on_gpu(self._mark):
+                self._since = self._began
         self._depth += 1
         return self._depth == 1
 
@@ -101,14 +103,18 @@ class Watch:
         cuda = device is not None and device.type == "cuda"
         if self._depth == 1 and cuda and not _in_capture():
             if self._event is None:
-                self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
+                self._event, self._mark = torch.cuda.Event(), torch.cuda.Event()
+            stream = torch.cuda.current_stream(device)
+            if not _under_way_on_gpu(self._mark):
+                self._since = self._began
+                self._mark.record(stream)
+            self._event.record(stream)
         self._depth -= 1
 
     def failed(self, reason: str) -> None:
         """The run that is under way has failed on this rank: others that wait for it are told."""
         self._note, self._failed_run = reason, self._run
-        self._beat()
+        self._tell()
 
     def explain(self, error: BaseException) -> str | None:
         """Which rank's loss made a collective raise ``error``; None: no rank is in trouble, or it is no such error."""
@@ -128,7 +134,7 @@ class Watch:
             return
         self._note = reason or self._note
         self._leaving = True
-        self._beat()
+        self._tell()
         before = {rank: self._seen[rank][0].get("beat", 0) for rank in self._others if rank in self._seen}
         deadline = time.monotonic() + 4 * BEAT
         while time.monotonic() < deadline and self.lost is None:
@@ -137,32 +143,44 @@ class Watch:
                 break
             time.sleep(BEAT / 10)
         self._stop.set()
+        self._wake.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * BEAT)
 
+    def _tell(self) -> None:
+        """Show the state as it is now; no longer than a moment, since a store may not answer any more."""
+        before, deadline = self._beats_so_far, time.monotonic() + 4 * BEAT
+        self._wake.set()
+        while self._beats_done <= before and time.monotonic() < deadline and not self._stop.is_set():
+            time.sleep(BEAT / 50)
+
     # The thread that talks to the store.
 
     def _beats(self) -> None:
-        while not self._stop.wait(BEAT):
-            self._beat()
+        while not self._stop.is_set():
+            self._wake.wait(BEAT)
+            self._wake.clear()
+            if not self._stop.is_set():
+                self._beat()
 
     def _beat(self) -> None:
         """Show a sign of life, and look for the others'."""
         try:
-            with self._lock:
-                self._store.set(f"alive/{self._index}", json.dumps(self._state()))
-                for rank in self._others:
-                    if self._store.check([f"alive/{rank}"]):
-                        state = json.loads(self._store.get(f"alive/{rank}"))
-                        if rank not in self._seen or self._seen[rank][0] != state:
-                            self._seen[rank] = state, time.monotonic()
-                self._answered = time.monotonic()
+            self._store.set(f"alive/{self._index}", json.dumps(self._state()))
+            for rank in self._others:
+                if self._store.check([f"alive/{rank}"]):
+                    state = json.loads(self._store.get(f"alive/{rank}"))
+                    if rank not in self._seen or self._seen[rank][0] != state:
+                        self._seen[rank] = state, time.monotonic()
+            self._answered = time.monotonic()
         except RuntimeError as error:
             # Whoever keeps the store leaves with a word first: that it ends then is no loss.
             if not self._stop.is_set() and not self._someone_left():
                 self._lose(f"the store of the ranks is gone, with the process that kept it ({_first_line(error)})")
                 self._stop.wait(BEAT)
+        finally:
+            self._beats_done = self._beats_so_far
 
     def _state(self) -> dict[str, Any]:
         self._beats_so_far += 1
@@ -228,14 +246,15 @@ class Watch:
         return None
 
     def _under_way(self) -> bool:
-        return self._depth > 0 or self._pending()
+        return self._depth > 0 or _under_way_on_gpu(self._event)
 
-    def _pending(self) -> bool:
-        """Whether the last run's work on the GPU is under way; a GPU in an error has none, and the caller meets it."""
-        try:
-            return self._event is not None and not self._event.query()
-        except RuntimeError:
-            return False
+
+def _under_way_on_gpu(event: Any) -> bool:
+    """Whether what lies before ``event`` is; a GPU in an error does nothing any more, and the caller meets it."""
+    try:
+        return event is not None and not event.query()
+    except RuntimeError:
+        return False
 
 
 def _in_capture() -> bool:

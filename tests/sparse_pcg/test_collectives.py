@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -199,6 +200,9 @@ class Breaking:
     def __init__(self, hang: bool) -> None:
         self._store, self._hang, self.broken = torch.distributed.HashStore(), hang, threading.Event()
 
+    def clone(self) -> Breaking:
+        return self
+
     def __getattr__(self, name: str) -> Any:
         if self.broken.is_set():
             if self._hang:
@@ -298,6 +302,32 @@ def test_a_run_that_does_not_come_back_is_given_up(
     assert one.ends[0] == ["rank 0 ends: run 1 (a replay) waits in vain: not back after 0.8 s (rank 1 in run 0)"]
 
 
+@pytest.mark.parametrize("lag", [0.1, float("inf")])
+def test_a_gpu_that_is_behind_is_not_one_that_hangs(
+    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, lag: float
+) -> None:
+    """Each run begins before the GPU has done the one before; only a GPU that gets nothing done is given up."""
+
+    class Event:
+        done = 0.0
+
+        def record(self, stream: Any) -> None:
+            self.done = time.monotonic() + lag
+
+        def query(self) -> bool:
+            return time.monotonic() >= self.done
+
+    monkeypatch.setattr(liveness, "STUCK", 2)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    one = group(2, QUICK)
+    until = time.monotonic() + 2 * QUICK + 0.8
+    while time.monotonic() < until:
+        with one.ranks[0].running("a replay", torch.device("cuda")):
+            time.sleep(0.02)
+    assert len(one.ends[0]) == (lag > 1)
+
+
 def test_leaving_waits_until_the_others_have_read_it(group: Callable[..., Group]) -> None:
     """The store may end with the process that leaves: what the others know of it must be that it left."""
     one = group(2)
@@ -321,6 +351,32 @@ def test_a_store_that_ends_with_a_rank_that_left_is_no_loss() -> None:
             ranks[1].vote("a capture", None)
     finally:
         ranks[1].watch._stop.set()
+
+
+def test_who_leaves_does_not_wait_for_a_store_that_answers_no_more() -> None:
+    store = Breaking(True)
+    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK) for i in range(2)]
+    store.broken.set()
+    time.sleep(0.1)
+    began = time.monotonic()
+    ranks[0].close()
+    assert time.monotonic() - began < 1
+    ranks[1].watch._stop.set()
+
+
+def test_who_waits_for_a_key_shows_signs_of_life() -> None:
+    """A connection to a store does one thing at a time: process groups wait on theirs while they form."""
+    served = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    stores = [
+        torch.distributed.PrefixStore("ranks", torch.distributed.TCPStore("127.0.0.1", served.port, is_master=False))
+        for _ in range(2)
+    ]
+    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK) for i, store in enumerate(stores)]
+    with pytest.raises(torch.distributed.DistStoreError):
+        stores[0].wait(["never"], timedelta(seconds=4 * QUICK))
+    assert [one.watch.lost for one in ranks] == [None, None]
+    for one in ranks:
+        one.watch._stop.set()
 
 
 # --- captures ---
@@ -406,7 +462,7 @@ def test_the_thread_that_captures_looks_at_no_event(
         record = query
 
     def run(ranks: Ranks) -> None:
-        ranks.watch._event = Event()
+        ranks.watch._event = ranks.watch._mark = Event()
         with ranks.running("a run", torch.device("cuda")):
             pass
 
