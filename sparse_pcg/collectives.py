@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
@@ -230,6 +231,7 @@ def group_of(node: fx.Node) -> str | None:
 
 _known: weakref.WeakKeyDictionary[Any, Ranks] = weakref.WeakKeyDictionary()
 _known_lock = threading.Lock()
+_formed: Counter[str] = Counter()  # groups by name: one that is formed anew finds the keys of the one before it
 
 
 def ranks_of(graph: fx.Graph) -> Ranks | None:
@@ -249,7 +251,9 @@ def ranks_of(graph: fx.Graph) -> Ranks | None:
     group = groups[0] if len(groups) == 1 else distributed_c10d._get_default_group()
     with _known_lock:
         if group not in _known:
-            store = torch.distributed.PrefixStore("sparse_pcg", distributed_c10d._get_process_group_store(group))
+            _formed[group.group_name] += 1
+            prefix = f"sparse_pcg/{_formed[group.group_name]}"
+            store = torch.distributed.PrefixStore(prefix, distributed_c10d._get_process_group_store(group))
             names = [f"rank {rank}" for rank in torch.distributed.get_process_group_ranks(group)]
             _known[group] = ranks = Ranks(store, group.rank(), names, timeout_from_env())
             atexit.register(_leave, ranks)

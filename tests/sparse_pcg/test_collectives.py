@@ -437,6 +437,33 @@ def test_the_groups_of_a_graph() -> None:
     assert collectives.ranks_of(_graph()) is None
 
 
+def test_a_group_that_is_formed_anew_finds_no_messages_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Formed:
+        group_name = "formed anew"
+
+        def size(self) -> int:
+            return 2
+
+        def rank(self) -> int:
+            return 0
+
+    store, of = torch.distributed.HashStore(), torch.distributed.distributed_c10d
+    monkeypatch.setattr(of, "_get_process_group_store", lambda group: store)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(collectives.atexit, "register", lambda *args: None)
+    found = []
+    for _ in range(2):
+        group = Formed()
+        monkeypatch.setattr(of, "_resolve_process_group", lambda name, group=group: group)
+        ranks = collectives.ranks_of(_graph("a"))
+        assert ranks is not None and ranks is collectives.ranks_of(_graph("a"))
+        found.append(ranks._store.check(["0/1"]))
+        ranks._store.set("0/1", "of another run")
+        ranks.watch._stop.set()
+    assert found == [False, False]
+
+
 def test_the_time_out_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(collectives.ENV, raising=False)
     assert collectives.timeout_from_env() == 30
