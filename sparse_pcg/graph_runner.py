@@ -351,17 +351,20 @@ class GraphRunner:
     # Addresses.
 
     def refresh(self) -> None:
-        """Look again where weights and caches are; if any moved, capture anew (after ``freeze()``: uncaptured)."""
+        """Look again where weights and caches are; if any moved, on any rank, capture anew (frozen: run uncaptured)."""
         with self._lock:
-            now = self._static_addresses()
-            if now == self._addresses or not self._buckets:
+            now, moved = self._static_addresses(), ""
+            if now != self._addresses:
+                moved = ", ".join([n for n, address in now.items() if self._addresses.get(n) != address][:8]) or "some"
+            if (ranks := self._ranks()) is not None:
+                moved = ranks.vote("refresh()", moved or None) or ""  # all capture anew, or none does
+            if not moved or not self._buckets:
                 return
-            moved = [name for name, address in now.items() if self._addresses.get(name) != address]
-            logger.warning("moved after capture: %s", ", ".join(moved[:8]))
+            logger.warning("moved after capture: %s", moved)
             sharers = [s for s in self._sharers if s.bucket_sizes()]
             self.drop()
             if session.frozen():
-                self._leave("moved_static", f"{', '.join(moved[:8])} moved after freeze()")
+                self._leave("moved_static", f"{moved} moved after freeze()")
             else:
                 for runner in (self, *sharers):
                     runner.capture(progress=False)

@@ -99,11 +99,12 @@ class Staging:
         except CaptureError as error:
             count_fallback("capture_failed", f"filling the row buffers: {error}")
             return
+        finally:
+            if self._cuda:
+                torch.cuda.current_stream(self._index).synchronize()  # the headers were read
         for turn, launch in zip(turns, launches, strict=True):
             turn.launch = launch
         self._metadata = metadata
-        if self._cuda:
-            torch.cuda.current_stream(self._index).synchronize()  # the headers were read
 
     @property
     def recorded(self) -> bool:

@@ -285,6 +285,27 @@ class TestOwnRunner:
         yield
         sparse_pcg.reset()
 
+    def test_weights_that_moved_on_another_rank(self) -> None:
+        """Whether to capture anew is decided together: it takes all ranks."""
+        runner, _ = build(capture_sizes=(8,))
+        runner.capture(progress=False)
+        asked: list[Any] = []
+
+        class Others:
+            found: str | None = "rank 1: norm"
+
+            def vote(self, what: str, mine: str | None) -> str | None:
+                asked.append((what, mine))
+                return self.found
+
+        runner.graphs()[0].ranks = others = Others()  # type: ignore[assignment]
+        with sparse_pcg.stats().expect(captures=1 + runner.graphs()[0].piece_count):
+            runner.refresh()
+        others.found = None
+        with sparse_pcg.stats().expect(captures=0):
+            runner.refresh()
+        assert asked == [("refresh()", None)] * 2
+
     def test_moved_weights(self) -> None:
         runner, kv = build(capture_sizes=(8,), debug_checks=True)
         runner.capture(progress=False)
