@@ -1,6 +1,8 @@
-"""What one rank does in a test of several processes: ``-m tests.sparse_pcg.rank_worker SCENARIO RANK SIZE INIT``.
+"""What the ranks do in tests of several processes: ``-m tests.sparse_pcg.rank_worker`` with SCENARIO SIZE INIT FOLDER
+TIMEOUT for each one to run.
 
-Each line that it prints is JSON: what happened, for the test to judge.
+Each line that a rank prints into its file in FOLDER is JSON: what happened, for the test to judge. ``ends.json`` has
+the exit status of each rank, and when it ended.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,7 @@ from sparse_pcg.kv import PagedKV
 from sparse_pcg.models import preset
 from sparse_pcg.models.dsa import DSAModel
 from sparse_pcg.models.sharding import Rank
+from tests.sparse_pcg.forked import run_ranks
 from tests.sparse_pcg.toys import same
 
 CONFIG = preset("tiny", num_layers=1, index_topk=8)
@@ -228,14 +232,30 @@ def raises(rank: int) -> None:
     say(step="survived")
 
 
-def main() -> None:
-    scenario, rank, size, init = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
-    torch.set_num_threads(1)
+def act(scenario: str, size: int, init: str, rank: int) -> None:
+    """One rank."""
     if scenario == "faults":
         compile_at_once(os.environ["TORCHINDUCTOR_CACHE_DIR"])
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=size)
     say(step="began", cache=compile_cache.cache_path("x"))
     {"faults": faults, "stopped": stopped, "raises": raises}[scenario](rank)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    words = iter(sys.argv[1:])
+    for scenario, count, init, out, timeout in zip(words, words, words, words, words, strict=True):
+        size, folder = int(count), Path(out)
+        (folder / "cache").mkdir()
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "SPARSE_PCG_RANK_TIMEOUT": timeout}
+        ends = run_ranks(
+            size,
+            folder,
+            partial(act, scenario, size, init),
+            environment,
+            size - 1 if scenario == "stopped" else None,
+        )
+        (folder / "ends.json").write_text(json.dumps(ends))
 
 
 if __name__ == "__main__":

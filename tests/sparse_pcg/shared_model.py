@@ -1,4 +1,4 @@
-"""What the ranks of a shared model find, each in a process of its own, started by torchrun.
+"""What the ranks of a shared model find, each in a process of its own: torchrun's, or two that this one forks.
 
 Arguments of ``-m tests.sparse_pcg.shared_model``: a folder for one JSON file per rank and name, the device type, then
 the names of what to look at. Without a GPU TRITON_INTERPRET must be 1.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -34,6 +35,7 @@ from sparse_pcg.split import CUT, PIECE
 from sparse_pcg.verification import pages_of, row_distance, same_bytes
 from tests.gpu import prefill_bench
 from tests.sparse_pcg import toys  # noqa: F401  (registers operators)
+from tests.sparse_pcg.forked import free_port, run_ranks
 
 CONFIG = replace(preset("tiny"), num_layers=3, indexer_types=("full", "shared", "full"))
 BUCKETS = (16, 64)
@@ -205,7 +207,10 @@ WHAT: dict[str, Callable[[DeviceMesh, str], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
+def find(rank: int | None = None) -> None:
+    """What one rank does. rank: None if torchrun has said it."""
+    if rank is not None:
+        os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank))
     out, device, names = Path(sys.argv[1]), sys.argv[2], sys.argv[3:]
     torch.set_num_threads(1)
     with launched(device) as mesh:
@@ -216,6 +221,17 @@ def main() -> None:
             found = WHAT[name](mesh, device)
             found["seconds"] = time.process_time() - began  # of one core
             (out / f"{name}-{dist.get_rank()}.json").write_text(json.dumps(found))
+
+
+def main() -> None:
+    if "RANK" in os.environ:
+        find()
+        return
+    folder = Path(sys.argv[1])
+    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ends = run_ranks(2, folder, find, where)
+    print(*((folder / f"{kind}{rank}").read_text() for kind in ("out", "err") for rank in (0, 1)))
+    sys.exit(any(status for status, _ in ends))
 
 
 if __name__ == "__main__":

@@ -5,18 +5,17 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.sparse_pcg.forked import free_port
+
 ROOT = Path(__file__).parents[2]
-LIMIT = 150  # seconds until a rank that hangs is killed
 
 
 @dataclass
@@ -29,43 +28,35 @@ class Ended:
     at: float
 
 
-def run(scenario: str, size: int, init: str, folder: Path, timeout: float) -> list[Ended]:
-    """Run every rank; those that another has been stopped for are killed once the others have ended."""
+def run(**scenarios: tuple[int, str, Path, float]) -> dict[str, list[Ended]]:
+    """Run every rank of each scenario, given its size, where its ranks meet, a folder and the time-out."""
     environment = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment |= {"TORCHINDUCTOR_CACHE_DIR": str(folder / "cache"), "SPARSE_PCG_RANK_TIMEOUT": str(timeout)}
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    (folder / "cache").mkdir()
-    command = [sys.executable, "-m", "tests.sparse_pcg.rank_worker", scenario]
-    outputs = [[(folder / f"{kind}{rank}").open("w+") for kind in ("out", "err")] for rank in range(size)]
-    processes = [
-        subprocess.Popen([*command, str(rank), str(size), init], cwd=ROOT, env=environment, stdout=out, stderr=err)
-        for rank, (out, err) in enumerate(outputs)
-    ]
-    ends: dict[int, float] = {}
-    deadline = time.monotonic() + LIMIT
-    try:
-        while len(ends) < size and time.monotonic() < deadline:
-            ends |= {r: time.time() for r, p in enumerate(processes) if r not in ends and p.poll() is not None}
-            if len(ends) == size - 1 and scenario == "stopped":
-                break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    words = [str(word) for name, given in scenarios.items() for word in (name, *given)]
+    command = [sys.executable, "-m", "tests.sparse_pcg.rank_worker", *words]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return {name: _ended(folder) for name, (_, _, folder, _) in scenarios.items()}
+
+
+def _ended(folder: Path) -> list[Ended]:
     found = []
-    for rank, (out, err) in enumerate(outputs):
-        for file in (out, err):
-            file.seek(0)
-        steps = {fact["step"]: fact for fact in map(json.loads, out)}
-        found.append(Ended(processes[rank].returncode, steps, err.read(), ends.get(rank, float("inf"))))
+    for rank, (status, at) in enumerate(json.loads((folder / "ends.json").read_text())):
+        said = (folder / f"out{rank}").read_text().splitlines()
+        steps = {fact["step"]: fact for fact in map(json.loads, said)}
+        found.append(Ended(status, steps, (folder / f"err{rank}").read_text(), at))
     return found
 
 
 @pytest.fixture(scope="module")
-def two(tmp_path_factory: pytest.TempPathFactory) -> list[Ended]:
-    folder = tmp_path_factory.mktemp("two")
-    return run("faults", 2, f"file://{folder}/store", folder, timeout=20)
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Ended]]:
+    faults, stopped = tmp_path_factory.mktemp("faults"), tmp_path_factory.mktemp("stopped")
+    return run(faults=(2, f"file://{faults}/store", faults, 20), stopped=(2, _address(), stopped, 2))
+
+
+@pytest.fixture
+def two(ended: dict[str, list[Ended]]) -> list[Ended]:
+    return ended["faults"]
 
 
 def test_processes_that_compile_at_once_share_a_cache_or_have_their_own(two: list[Ended]) -> None:
@@ -119,26 +110,32 @@ def test_a_rank_that_is_killed_ends_the_other_in_seconds(two: list[Ended]) -> No
 
 
 def _address() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.heavy)])
-def test_a_rank_that_is_stopped_ends_the_others_in_seconds(tmp_path: Path, size: int) -> None:
-    """It is there, and holds its connections: only that it shows no sign of life tells."""
-    *others, last = run("stopped", size, _address(), tmp_path, timeout=2)
+def judge_stopped(ranks: list[Ended]) -> None:
+    *others, last = ranks
     for index, rank in enumerate(others):
         assert rank.status == 1 and "survived" not in rank.steps, rank.errors
         assert rank.at - last.steps["stopped"]["time"] < 12
         assert f"sparse_pcg: rank {index} ends: run 4 (a replay of cut, size" in rank.errors
-        assert f"rank {size - 1} has shown no sign of life for 2 s" in rank.errors
+        assert f"rank {len(others)} has shown no sign of life for 2 s" in rank.errors
+
+
+def test_a_rank_that_is_stopped_ends_the_other_in_seconds(ended: dict[str, list[Ended]]) -> None:
+    """It is there, and holds its connections: only that it shows no sign of life tells."""
+    judge_stopped(ended["stopped"])
+
+
+@pytest.mark.heavy
+def test_a_rank_that_is_stopped_ends_two_others(tmp_path: Path) -> None:
+    judge_stopped(run(stopped=(3, _address(), tmp_path, 2))["stopped"])
 
 
 @pytest.mark.heavy
 def test_a_rank_that_raises_is_named_with_its_error(tmp_path: Path) -> None:
     """It keeps the store, too: the other has read that it left before the store ends."""
-    first, second = run("raises", 2, _address(), tmp_path, timeout=20)
+    first, second = run(raises=(2, _address(), tmp_path, 20))["raises"]
     assert first.status == 1 and "KeyError: 'no such page'" in first.errors
     assert second.status == 1 and "survived" not in second.steps
     assert second.at - first.steps["raised"]["time"] < 10
