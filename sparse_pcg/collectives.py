@@ -109,6 +109,7 @@ class Ranks:
             deadline = time.monotonic() + patience * self.timeout
             try:
                 self.watch.check()
+                self.watch.asking = what
                 self._store.set(keys[self.index], json.dumps(mine))
                 self._wait(what, keys, deadline)
                 told = [json.loads(text) for text in self._store.multi_get(keys)]
@@ -119,6 +120,8 @@ class Ranks:
                 if left and not isinstance(error, RankError):
                     raise RankError(f"{what}: {left[0]}") from error
                 raise
+            finally:
+                self.watch.asking = ""
             # All have read the last but one: they have answered the last.
             if number >= 2:
                 self._store.delete_key(f"{number - 2}/{self.index}")

@@ -36,6 +36,7 @@ class Watch:
     process, with the message.
 
     lost: the message of the first rank that was found lost; ``check`` raises it.
+    asking: what this rank asks the store about just now, or nothing: a store that is silent holds it up like a run.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Watch:
         self._end = end or _end_process
         self._others = [i for i in range(len(names)) if i != index]
         self.lost: str | None = None
+        self.asking = ""
         self._note = ""  # of this rank: why it left, or what failed
         self._failed_run = -1
         self._leaving = False
@@ -220,7 +222,8 @@ class Watch:
             logger.error("%s", self.lost)
 
     def _end_if_in_vain(self, now: float) -> None:
-        why = self._in_vain(now) if self._under_way() else None
+        what = f"run {self._run} ({self._what})" if self._under_way() else self.asking
+        why = (self.lost if what == self.asking else self._in_vain(now)) if what else None
         if why is None:
             self._blamed = None
             return
@@ -228,7 +231,7 @@ class Watch:
             self._blamed = why, now
         if now - self._blamed[1] > GRACE:
             self._stop.set()
-            self._end(f"{self._names[self._index]} ends: run {self._run} ({self._what}) waits in vain: {why}")
+            self._end(f"{self._names[self._index]} ends: {what} waits in vain: {why}")
 
     def _in_vain(self, now: float) -> str | None:
         """Why the run under way will not come back."""

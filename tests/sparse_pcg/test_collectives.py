@@ -364,6 +364,18 @@ def test_who_leaves_does_not_wait_for_a_store_that_answers_no_more() -> None:
     ranks[1].watch._stop.set()
 
 
+def test_who_asks_a_store_that_answers_no_more_ends() -> None:
+    store, ends = Breaking(True), [[], []]  # type: ignore[var-annotated]
+    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK, ends[i].append) for i in range(2)]
+    store.broken.set()
+    threading.Thread(target=_outcome, args=(lambda r: r.same("compiling", {}), ranks[1]), daemon=True).start()
+    time.sleep(QUICK + 0.6)
+    expected = f"rank 1 ends: compiling waits in vain: the store of the ranks has not answered for {QUICK} s"
+    assert ends == [[], [f"{expected}; this is rank 1"]]
+    for one in ranks:
+        one.watch._stop.set()
+
+
 def test_who_waits_for_a_key_shows_signs_of_life() -> None:
     """A connection to a store does one thing at a time: process groups wait on theirs while they form."""
     served = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
