@@ -384,11 +384,13 @@ def test_who_waits_for_a_key_shows_signs_of_life() -> None:
         for _ in range(2)
     ]
     ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK) for i, store in enumerate(stores)]
-    with pytest.raises(torch.distributed.DistStoreError):
-        stores[0].wait(["never"], timedelta(seconds=4 * QUICK))
-    assert [one.watch.lost for one in ranks] == [None, None]
-    for one in ranks:
-        one.watch._stop.set()
+    try:
+        with pytest.raises(torch.distributed.DistStoreError):
+            stores[0].wait(["never"], timedelta(seconds=4 * QUICK))
+        assert [one.watch.lost for one in ranks] == [None, None]
+    finally:
+        for one in ranks:
+            one.close()
 
 
 # --- captures ---
