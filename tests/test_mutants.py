@@ -12,7 +12,7 @@ def test_the_faults_fit_the_code() -> None:
     for mutant in MUTANTS:
         assert (ROOT / mutant.file).read_text().count(mutant.old) == 1, mutant
         assert mutant.new != mutant.old and "\n" not in mutant.new, mutant
-        file, function = mutant.test.split("::")
+        file, *_, function = mutant.test.split("::")
         assert f"def {function.split('[')[0]}(" in (ROOT / file).read_text(), mutant
     assert len(MUTANTS) >= 10
     assert max(Counter((m.file, m.old, m.new) for m in MUTANTS).values()) == 1
