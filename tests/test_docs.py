@@ -82,11 +82,14 @@ def test_results_become_tables(tmp_path: Path) -> None:
     finally:
         sys.path.remove(str(DOCS))
     rows = [{"what": "a|b", "us": 1.23456}, {"what": "c", "more": 2}]
-    (tmp_path / "first-run.json").write_text(json.dumps({"machine": "one GPU", "ops": rows, "sum": {"cut_us": 7.0}}))
+    named = {"passed": 3, "peers": {"ours": {"us": 1.0, "kernels": "many"}, "theirs": {"us": 2.0}}}
+    (tmp_path / "first-run.json").write_text(json.dumps({"machine": "one GPU", "ops": rows, "sum": {"cut_us": 7.0}, **named}))
     text = build_hooks.tables(tmp_path)
     assert "## first run" in text and "- machine: one GPU" in text
     assert "| what | us | more |\n|---|---|---|\n| a\\|b | 1.235 |  |\n| c |  | 2 |" in text
     assert "### sum" in text and "| 7 |" in text
+    assert "| passed |\n|---|\n| 3 |" in text
+    assert "### peers\n\n|  | us |\n|---|---|\n| ours | 1 |\n| theirs | 2 |" in text
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
