@@ -8,6 +8,7 @@ that is under way and waits for it ends the process.
 
 from __future__ import annotations
 
+import ctypes
 import json
 import logging
 import os
@@ -15,7 +16,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from contextlib import suppress
+from typing import Any, NoReturn
 
 import torch
 
@@ -59,7 +61,9 @@ class Watch:
         self._began = 0.0  # when the last run did
         self._since = 0.0  # when the run did that is under way, or on the GPU an earlier one whose work is
         self._event: Any = None  # done when the last run's work on the GPU is
+        self._recorded = self._done = 0  # how often that was recorded, and which of those is known to be done
         self._mark: Any = None  # done when the work of the run is that began at ``_since``: a GPU may never catch up
+        self._relaxed = False  # whether the thread that judges leaves captures alone
         self._seen: dict[int, tuple[dict[str, Any], float]] = {}
         self._answered = time.monotonic()  # when the store last answered
         self._blamed: tuple[str, float] | None = None  # why the run under way waits in vain, since when
@@ -111,6 +115,7 @@ class Watch:
                 self._since = self._began
                 self._mark.record(stream)
             self._event.record(stream)
+            self._recorded += 1  # after it: what is found done before that is an earlier run's
         self._depth -= 1
 
     def failed(self, reason: str) -> None:
@@ -170,15 +175,16 @@ class Watch:
         """Show a sign of life, and look for the others'."""
         try:
             self._store.set(f"alive/{self._index}", json.dumps(self._state()))
-            for rank in self._others:
-                if self._store.check([f"alive/{rank}"]):
-                    state = json.loads(self._store.get(f"alive/{rank}"))
-                    if rank not in self._seen or self._seen[rank][0] != state:
-                        self._seen[rank] = state, time.monotonic()
+            # Who was there has a key for good; to get one that is not there would wait for it.
+            there = [r for r in self._others if r in self._seen or self._store.check([f"alive/{r}"])]
+            texts = self._store.multi_get([f"alive/{rank}" for rank in there]) if there else []
+            for rank, state in zip(there, map(json.loads, texts), strict=True):
+                if rank not in self._seen or self._seen[rank][0] != state:
+                    self._seen[rank] = state, time.monotonic()
             self._answered = time.monotonic()
         except RuntimeError as error:
             # Whoever keeps the store leaves with a word first: that it ends then is no loss.
-            if not self._stop.is_set() and not self._someone_left():
+            if not self._stop.is_set() and not self._who_left():
                 self._lose(f"the store of the ranks is gone, with the process that kept it ({_first_line(error)})")
                 self._stop.wait(BEAT)
         finally:
@@ -202,7 +208,7 @@ class Watch:
     def _judge(self) -> None:
         while not self._stop.wait(BEAT / 2):
             now = time.monotonic()
-            if now - self._answered > self._timeout and not self._someone_left():
+            if self._is_silent(now) and not self._who_left():
                 self._lose(f"the store of the ranks has not answered for {self._timeout:g} s")
             for rank, (state, changed) in list(self._seen.items()):
                 if state["left"]:
@@ -213,8 +219,11 @@ class Watch:
                     self._lose(f"{self._names[rank]} has shown no sign of life for {self._timeout:g} s")
             self._end_if_in_vain(now)
 
-    def _someone_left(self) -> bool:
-        return any(state.get("left") for state, _ in list(self._seen.values()))
+    def _is_silent(self, now: float) -> bool:
+        return now - self._answered > self._timeout
+
+    def _who_left(self) -> str | None:
+        return next((self.trouble(rank) for rank, (state, _) in list(self._seen.items()) if state.get("left")), None)
 
     def _lose(self, why: str) -> None:
         if self.lost is None and not self._leaving:
@@ -223,7 +232,9 @@ class Watch:
 
     def _end_if_in_vain(self, now: float) -> None:
         what = f"run {self._run} ({self._what})" if self._under_way() else self.asking
-        why = (self.lost if what == self.asking else self._in_vain(now)) if what else None
+        why = None
+        if what:
+            why = self._no_answer(now) if what == self.asking else self._in_vain(now)
         if why is None:
             self._blamed = None
             return
@@ -232,6 +243,11 @@ class Watch:
         if now - self._blamed[1] > GRACE:
             self._stop.set()
             self._end(f"{self._names[self._index]} ends: {what} waits in vain: {why}")
+
+    def _no_answer(self, now: float) -> str | None:
+        """Why what this rank asks the store about will not be answered."""
+        # That a store ends with a rank that left is no loss, but nobody answers then either.
+        return self.lost or (self._who_left() if self._is_silent(now) else None)
 
     def _in_vain(self, now: float) -> str | None:
         """Why the run under way will not come back."""
@@ -249,7 +265,18 @@ class Watch:
         return None
 
     def _under_way(self) -> bool:
-        return self._depth > 0 or _under_way_on_gpu(self._event)
+        if self._depth > 0:
+            return True
+        recorded = self._recorded
+        if self._done == recorded:
+            return False  # CUDA is asked only while there is something to learn
+        if not self._relaxed:
+            self._relaxed = True
+            _leave_captures_alone()
+        if _under_way_on_gpu(self._event):
+            return True
+        self._done = recorded
+        return False
 
 
 def _under_way_on_gpu(event: Any) -> bool:
@@ -258,6 +285,19 @@ def _under_way_on_gpu(event: Any) -> bool:
         return event is not None and not event.query()
     except RuntimeError:
         return False
+
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+
+
+def _leave_captures_alone() -> None:
+    """What this thread asks CUDA from now on breaks no capture of another one, in torch's default mode either.
+
+    To be called once CUDA is in use.
+    """
+    with suppress(OSError):  # no NVIDIA driver: no such captures
+        mode = ctypes.c_int(_RELAXED)
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _in_capture() -> bool:
@@ -296,6 +336,16 @@ _MACHINE = _machine()
 
 def _end_process(message: str) -> None:
     """The main thread waits for a GPU that waits for a rank: only the process as a whole can end."""
-    print(f"sparse_pcg: {message}", file=sys.stderr, flush=True)
-    logging.shutdown()
-    os._exit(1)
+    with suppress(Exception):  # a closed stream must not keep the process
+        print(f"sparse_pcg: {message}", file=sys.stderr)
+    with suppress(Exception):
+        logging.shutdown()
+    leave_process(1)
+
+
+def leave_process(status: int) -> NoReturn:
+    """End the process at once, past all that an end in order would wait for; what it has printed gets out."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(status)

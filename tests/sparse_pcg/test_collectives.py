@@ -1,73 +1,24 @@
 """Ranks that agree through a store; one that differs, fails or is silent is named by the others.
 
-Ranks are threads here. What processes, signals and a store that ends do is in test_rank_faults.py.
+Ranks are threads here; how one is found lost is in test_liveness.py, what processes and signals do in
+test_rank_faults.py.
 """
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
 
-from sparse_pcg import CaptureError, RankError, collectives, liveness
+from sparse_pcg import CaptureError, RankError, collectives
 from sparse_pcg.collectives import Ranks, Together, group_of, groups_of
 from sparse_pcg.graphs import EmulatedDevice
 
-QUICK = 0.4  # a time-out
-
-
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "BEAT", 0.02)
-    monkeypatch.setattr(liveness, "GRACE", 0.2)
-
-
-class Group:
-    """``size`` ranks on one store; what would have ended each one's process is kept in ``ends``."""
-
-    def __init__(self, size: int, timeout: float = 20.0) -> None:
-        self.store = torch.distributed.HashStore()
-        self.ends: list[list[str]] = [[] for _ in range(size)]
-        names = [f"rank {i}" for i in range(size)]
-        self.ranks = [Ranks(self.store, i, names, timeout, self.ends[i].append) for i in range(size)]
-
-    def each(self, *calls: Callable[[Ranks], Any]) -> list[Any]:
-        """What each rank's call returns, or raises; the last call is that of all further ranks."""
-        with ThreadPoolExecutor(len(self.ranks)) as pool:
-            padded = [*calls, *[calls[-1]] * (len(self.ranks) - len(calls))]
-            return list(pool.map(_outcome, padded, self.ranks))
-
-    def close(self) -> None:
-        for ranks in self.ranks:
-            ranks.watch._stop.set()
-
-
-def _outcome(call: Callable[[Ranks], Any], ranks: Ranks) -> Any:
-    try:
-        return call(ranks)
-    except Exception as error:
-        return error
-
-
-@pytest.fixture
-def group(request: pytest.FixtureRequest) -> Iterator[Callable[..., Group]]:
-    made: list[Group] = []
-
-    def make(size: int, timeout: float = 20.0) -> Group:
-        made.append(Group(size, timeout))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.close()
+from .rank_threads import QUICK, Group, make_group, outcome, quick  # noqa: F401
 
 
 def _texts(outcomes: list[Any]) -> list[str]:
@@ -172,227 +123,6 @@ def test_a_rank_that_left_is_named_at_once(group: Callable[..., Group]) -> None:
     assert str(outcomes[1]) == "x: rank 0 left: ValueError: too long"
 
 
-def test_a_rank_without_a_sign_of_life_is_lost(group: Callable[..., Group]) -> None:
-    one = group(2, QUICK)
-    one.each(lambda r: r.same("x", {}))
-    one.ranks[1].watch._stop.set()  # its thread stops counting
-    time.sleep(2.5 * QUICK)
-    with pytest.raises(RankError, match=rf"rank 1 has shown no sign of life for {QUICK} s; this is rank 0"):
-        one.ranks[0].same("x", {})
-    assert one.ends == [[], []], "nothing was under way: the process does not end"
-
-
-def test_a_process_that_is_gone_is_noticed_before_its_silence(group: Callable[..., Group]) -> None:
-    one = group(2)  # time-out 20 s
-    one.each(lambda r: r.same("x", {}))
-    one.ranks[1].watch._stop.set()
-    time.sleep(0.1)
-    gone = one.ranks[1].watch._state() | {"start": "another process had this number", "pid": 1}
-    one.store.set("alive/1", json.dumps(gone))
-    time.sleep(0.3)
-    with pytest.raises(RankError, match=r"rank 1 has ended \(its process 1 is gone\)"):
-        one.ranks[0].vote("a capture", None)
-
-
-class Breaking:
-    """A store until ``broken``; then it raises, or answers no more."""
-
-    def __init__(self, hang: bool) -> None:
-        self._store, self._hang, self.broken = torch.distributed.HashStore(), hang, threading.Event()
-
-    def clone(self) -> Breaking:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if self.broken.is_set():
-            if self._hang:
-                threading.Event().wait(5)
-            raise RuntimeError("Connection reset by peer\nand a stack")
-        return getattr(self._store, name)
-
-
-@pytest.mark.parametrize("hang", [False, True])
-def test_a_store_that_ends_ends_the_run_under_way(hang: bool) -> None:
-    store, ends = Breaking(hang), [[], []]  # type: ignore[var-annotated]
-    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK, ends[i].append) for i in range(2)]
-    try:
-        with ranks[1].running("a replay", None):
-            time.sleep(0.1)
-            store.broken.set()
-            time.sleep(QUICK + 0.6)
-        why = "has not answered for" if hang else r"is gone, with the process that kept it \(Connection reset by peer\)"
-        with pytest.raises(RankError, match=f"the store of the ranks {why}"), ranks[1].running("a replay", None):
-            pass
-        assert ends[0] == [] and len(ends[1]) == 1
-        assert ends[1][0].startswith("rank 1 ends: run 1 (a replay) waits in vain: the store of the ranks")
-    finally:
-        for one in ranks:
-            one.watch._stop.set()
-
-
-# --- runs ---
-
-
-def test_a_run_that_waits_for_a_rank_that_left_or_failed_ends_the_process(group: Callable[..., Group]) -> None:
-    one = group(3)
-
-    def fails(ranks: Ranks) -> None:
-        with ranks.running("a replay", None):
-            raise ValueError("too many rows\nand more")
-
-    def waits(ranks: Ranks) -> None:
-        with ranks.running("a replay", None):
-            deadline = time.monotonic() + 5
-            while not one.ends[ranks.index] and time.monotonic() < deadline:
-                time.sleep(0.02)
-
-    assert isinstance(one.each(waits, fails, waits)[1], ValueError)
-    for index in (0, 2):
-        expected = f"rank {index} ends: run 1 (a replay) waits in vain: rank 1 failed in it: ValueError: too many rows"
-        assert one.ends[index] == [expected]
-    assert one.ends[1] == []
-
-
-def test_a_failure_that_all_ranks_share_ends_nothing(group: Callable[..., Group]) -> None:
-    one = group(2)
-
-    def fails(ranks: Ranks) -> None:
-        with ranks.running("a replay", None):
-            time.sleep(0.1)
-            raise ValueError("too many rows")
-
-    assert all(isinstance(o, ValueError) for o in one.each(fails))
-    time.sleep(0.5)
-    assert one.ends == [[], []]
-
-    def runs(ranks: Ranks) -> str:
-        with ranks.running("a replay", None):
-            time.sleep(0.6)
-        return "done"
-
-    assert one.each(runs) == ["done", "done"], "a later run has nothing to do with it"
-
-
-def test_a_collective_that_breaks_names_the_rank_that_left(group: Callable[..., Group]) -> None:
-    one = group(2)
-
-    def broken(ranks: Ranks) -> None:
-        with ranks.running("a replay of cut, bucket 64", None):
-            raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer")
-
-    def own(ranks: Ranks) -> None:
-        with ranks.running("a replay", None):
-            raise RuntimeError("shapes do not fit")
-
-    began = time.monotonic()
-    assert str(one.each(own, lambda r: None)[0]) == "shapes do not fit"
-    assert time.monotonic() - began < 0.15, "an error of the model's own is not held up"
-    outcomes = one.each(broken, lambda r: r.close())
-    assert str(outcomes[0]) == "a replay of cut, bucket 64: rank 1 left"
-    assert isinstance(outcomes[0].__cause__, RuntimeError)
-
-
-def test_a_run_that_does_not_come_back_is_given_up(
-    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(liveness, "STUCK", 2)
-    one = group(2, QUICK)
-    with one.ranks[0].running("a replay", None):
-        time.sleep(2 * QUICK + 0.6)
-    assert one.ends[0] == ["rank 0 ends: run 1 (a replay) waits in vain: not back after 0.8 s (rank 1 in run 0)"]
-
-
-@pytest.mark.parametrize("lag", [0.1, float("inf")])
-def test_a_gpu_that_is_behind_is_not_one_that_hangs(
-    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch, lag: float
-) -> None:
-    """Each run begins before the GPU has done the one before; only a GPU that gets nothing done is given up."""
-
-    class Event:
-        done = 0.0
-
-        def record(self, stream: Any) -> None:
-            self.done = time.monotonic() + lag
-
-        def query(self) -> bool:
-            return time.monotonic() >= self.done
-
-    monkeypatch.setattr(liveness, "STUCK", 2)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    one = group(2, QUICK)
-    until = time.monotonic() + 2 * QUICK + 0.8
-    while time.monotonic() < until:
-        with one.ranks[0].running("a replay", torch.device("cuda")):
-            time.sleep(0.02)
-    assert len(one.ends[0]) == (lag > 1)
-
-
-def test_leaving_waits_until_the_others_have_read_it(group: Callable[..., Group]) -> None:
-    """The store may end with the process that leaves: what the others know of it must be that it left."""
-    one = group(2)
-    one.each(lambda r: r.same("x", {}))
-    one.ranks[0].close()
-    assert one.ranks[1].watch._seen[0][0]["left"]
-    with one.ranks[1].running("of this rank alone", None):
-        pass
-    assert one.ends == [[], []]
-
-
-def test_a_store_that_ends_with_a_rank_that_left_is_no_loss() -> None:
-    store, ends = Breaking(False), [[], []]  # type: ignore[var-annotated]
-    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK, ends[i].append) for i in range(2)]
-    try:
-        ranks[0].close()
-        store.broken.set()
-        time.sleep(2 * QUICK)
-        assert ranks[1].watch.lost is None and ends == [[], []]
-        with pytest.raises(RankError, match="a capture: rank 0 left"):
-            ranks[1].vote("a capture", None)
-    finally:
-        ranks[1].watch._stop.set()
-
-
-def test_who_leaves_does_not_wait_for_a_store_that_answers_no_more() -> None:
-    store = Breaking(True)
-    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK) for i in range(2)]
-    store.broken.set()
-    time.sleep(0.1)
-    began = time.monotonic()
-    ranks[0].close()
-    assert time.monotonic() - began < 1
-    ranks[1].watch._stop.set()
-
-
-def test_who_asks_a_store_that_answers_no_more_ends() -> None:
-    store, ends = Breaking(True), [[], []]  # type: ignore[var-annotated]
-    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK, ends[i].append) for i in range(2)]
-    store.broken.set()
-    threading.Thread(target=_outcome, args=(lambda r: r.same("compiling", {}), ranks[1]), daemon=True).start()
-    time.sleep(QUICK + 0.6)
-    expected = f"rank 1 ends: compiling waits in vain: the store of the ranks has not answered for {QUICK} s"
-    assert ends == [[], [f"{expected}; this is rank 1"]]
-    for one in ranks:
-        one.watch._stop.set()
-
-
-def test_who_waits_for_a_key_shows_signs_of_life() -> None:
-    """A connection to a store does one thing at a time: process groups wait on theirs while they form."""
-    served = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    stores = [
-        torch.distributed.PrefixStore("ranks", torch.distributed.TCPStore("127.0.0.1", served.port, is_master=False))
-        for _ in range(2)
-    ]
-    ranks = [Ranks(store, i, ["rank 0", "rank 1"], QUICK) for i, store in enumerate(stores)]
-    try:
-        with pytest.raises(torch.distributed.DistStoreError):
-            stores[0].wait(["never"], timedelta(seconds=4 * QUICK))
-        assert [one.watch.lost for one in ranks] == [None, None]
-    finally:
-        for one in ranks:
-            one.close()
-
-
 # --- captures ---
 
 
@@ -419,7 +149,7 @@ def test_a_capture_takes_effect_on_all_ranks_or_on_none(group: Callable[..., Gro
         device = Together(devices[ranks.index], ranks)
         pool, x, found = device.new_pool(), torch.zeros(2), []
         for _ in range(3):
-            found.append(_outcome(lambda _: device.capture(lambda t: [t.add_(1)], (x,), pool)[1][0].tolist(), ranks))
+            found.append(outcome(lambda _: device.capture(lambda t: [t.add_(1)], (x,), pool)[1][0].tolist(), ranks))
         return found
 
     outcomes = one.each(captures)
@@ -487,32 +217,3 @@ def test_the_time_out_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setenv(collectives.ENV, bad)
         with pytest.raises(ValueError, match=f"{collectives.ENV}: must be a positive number of seconds, got '{bad}'"):
             collectives.timeout_from_env()
-
-
-def test_the_thread_that_captures_looks_at_no_event(
-    group: Callable[..., Group], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """CUDA calls the capture off for it."""
-    by: set[str] = set()
-
-    class Event:
-        def query(self, stream: Any = None) -> bool:
-            by.add(threading.current_thread().name)
-            return True
-
-        record = query
-
-    def run(ranks: Ranks) -> None:
-        ranks.watch._event = ranks.watch._mark = Event()
-        with ranks.running("a run", torch.device("cuda")):
-            pass
-
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    for capturing in (False, True):
-        by.clear()
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda capturing=capturing: capturing)
-        both = group(2)
-        assert both.each(run, run) == [None, None]
-        callers = {name for name in by if not name.startswith("sparse_pcg ")}
-        assert bool(callers) is not capturing
