@@ -26,7 +26,7 @@ from torch import fx
 
 from .errors import CaptureError, RankError
 from .graphs import GraphDevice
-from .liveness import STUCK, Watch
+from .liveness import STUCK, Watch, leave_process
 from .memory import Pool
 from .rewrite import overload_of
 
@@ -201,6 +201,10 @@ class Together:
             if not voted:
                 self._vote(str(error), error.__cause__ or error)
             raise
+        except BaseException as error:  # an interrupt, say: this rank goes, and the others do not wait for its vote
+            if not voted:
+                self._ranks.withdraw("a capture", error)
+            raise
 
     def _vote(self, failure: str | None, cause: BaseException | None = None) -> None:
         found = self._ranks.vote("a capture", failure)
@@ -259,8 +263,15 @@ def ranks_of(graph: fx.Graph) -> Ranks | None:
             store = torch.distributed.PrefixStore(prefix, distributed_c10d._get_process_group_store(group))
             names = [f"rank {rank}" for rank in torch.distributed.get_process_group_ranks(group)]
             _known[group] = ranks = Ranks(store, group.rank(), names, timeout_from_env())
-            atexit.register(_leave, ranks)
+            weakref.finalize(group, _retire, ranks).atexit = False
+            atexit.unregister(_leave_at_exit)
+            atexit.register(_leave_at_exit)  # again: before what was registered since
         return _known[group]
+
+
+def _retire(ranks: Ranks) -> None:
+    """Its process group is no more. In a thread that the process waits for: whoever destroys a group does not."""
+    threading.Thread(target=ranks.close, name="sparse_pcg retire").start()
 
 
 def timeout_from_env() -> float:
@@ -275,14 +286,12 @@ def timeout_from_env() -> float:
     return seconds
 
 
-def _leave(ranks: Ranks) -> None:
+def _leave_at_exit() -> None:
     """At the end of the process; an exception that nobody caught is what the others are told."""
-    ranks.close(_reason(getattr(sys, "last_value", None)))
-    if ranks.watch.lost is not None:
-        # The communicator's own end would wait for the rank that is lost.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)
+    for ranks in reversed(list(_known.values())):
+        ranks.close(_reason(getattr(sys, "last_value", None)))
+        if ranks.watch.lost is not None:
+            leave_process(1)  # the communicator's own end would wait for the rank that is lost
 
 
 def leave_all(error: BaseException) -> None:

@@ -8,12 +8,13 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
 from .backend import reset
 from .collectives import leave_all
+from .liveness import leave_process
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +37,8 @@ def launched(device_type: str) -> Iterator[DeviceMesh | None]:
     On CUDA each process takes the GPU of its local rank and collectives are NCCL's, without NVLink multicast unless
     ``NCCL_NVLS_ENABLE`` says otherwise; on the CPU they are gloo's. At the end captured graphs are dropped, then the
     process group: NCCL ends a communicator only once no graph holds its collectives. After an error on CUDA the process
-    ends at once, with its traceback and status 1, and the others are told.
+    ends at once, with its traceback and status 1, and the others are told; an exit, or an error of the command line,
+    has its own status and message, and with status 0 the end is in order.
     Raises ValueError where this machine has fewer GPUs than processes.
     """
     if processes() == 1:
@@ -60,18 +62,38 @@ def launched(device_type: str) -> Iterator[DeviceMesh | None]:
     try:
         yield mesh
     except BaseException as error:
-        # The others may be gone, and captured graphs still hold collectives: an end in order would wait for both.
-        if cuda:
-            _end(error)
+        status = _status(error)
+        if status == 0:
+            _close()
+        elif cuda:
+            # The others may be gone, and captured graphs still hold collectives: an end in order would wait for both.
+            _end(error, status)
         raise
+    _close()
+
+
+def _close() -> None:
     reset()
     gc.collect()
-    dist.destroy_process_group()
+    torch.distributed.destroy_process_group()
 
 
-def _end(error: BaseException) -> None:
-    traceback.print_exception(error)
+def _status(error: BaseException) -> int:
+    """What the process would exit with: typer's exits and errors name it as ``exit_code``."""
+    if isinstance(error, SystemExit):
+        return error.code if isinstance(error.code, int) else int(error.code is not None)
+    code = getattr(error, "exit_code", 1)
+    return code if isinstance(code, int) else 1
+
+
+def _end(error: BaseException, status: int) -> NoReturn:
+    show = getattr(error, "show", None)  # typer's errors have a message of their own
+    if isinstance(error, SystemExit):
+        if not isinstance(error.code, int):
+            print(error.code, file=sys.stderr)
+    elif callable(show):
+        show()
+    elif not hasattr(error, "exit_code"):
+        traceback.print_exception(error)
     leave_all(error)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(1)
+    leave_process(status)

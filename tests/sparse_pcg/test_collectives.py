@@ -6,8 +6,13 @@ test_rank_faults.py.
 
 from __future__ import annotations
 
+import atexit
+import gc
+import json
+import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from torch import fx
 from sparse_pcg import CaptureError, RankError, collectives
 from sparse_pcg.collectives import Ranks, Together, group_of, groups_of
 from sparse_pcg.graphs import EmulatedDevice
+from sparse_pcg.memory import Pool
 
 from .rank_threads import QUICK, Group, make_group, outcome, quick  # noqa: F401
 
@@ -160,6 +166,31 @@ def test_a_capture_takes_effect_on_all_ranks_or_on_none(group: Callable[..., Gro
         assert devices[index].launched == 2
 
 
+class Interrupted(EmulatedDevice):
+    def capture(self, fn: Any, args: Any, pool: Pool, ready: Any = None) -> Any:
+        raise KeyboardInterrupt("by hand")
+
+
+def test_a_rank_that_is_interrupted_in_a_capture_lets_nobody_wait(group: Callable[..., Group]) -> None:
+    one = group(2)  # time-out 20 s
+
+    def interrupted(ranks: Ranks) -> str:
+        device = Together(Interrupted(), ranks)
+        with pytest.raises(KeyboardInterrupt):
+            device.capture(list, (), device.new_pool())
+        return "interrupted"
+
+    def captures(ranks: Ranks) -> None:
+        device = Together(EmulatedDevice(), ranks)
+        device.capture(list, (), device.new_pool())
+
+    began = time.monotonic()
+    first, second = one.each(interrupted, captures)
+    assert first == "interrupted"
+    assert isinstance(second, RankError) and str(second) == "a capture: rank 0 gave up: by hand"
+    assert time.monotonic() - began < 5
+
+
 # --- what a graph says of its groups ---
 
 
@@ -181,31 +212,62 @@ def test_the_groups_of_a_graph() -> None:
     assert collectives.ranks_of(_graph()) is None
 
 
-def test_a_group_that_is_formed_anew_finds_no_messages_of_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Formed:
-        group_name = "formed anew"
+class Formed:
+    """A process group of two ranks, as far as it is looked at."""
 
-        def size(self) -> int:
-            return 2
+    group_name = "formed anew"
 
-        def rank(self) -> int:
-            return 0
+    def size(self) -> int:
+        return 2
 
+    def rank(self) -> int:
+        return 0
+
+
+@pytest.fixture(name="form")
+def make_groups(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Formed]]:
     store, of = torch.distributed.HashStore(), torch.distributed.distributed_c10d
     monkeypatch.setattr(of, "_get_process_group_store", lambda group: store)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "gloo")
     monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(collectives.atexit, "register", lambda *args: None)
+    monkeypatch.setattr(collectives, "_known", weakref.WeakKeyDictionary())
+
+    def form() -> Formed:
+        formed = weakref.ref(group := Formed())
+        monkeypatch.setattr(of, "_resolve_process_group", lambda name: formed())
+        return group
+
+    yield form
+    atexit.unregister(collectives._leave_at_exit)
+
+
+def test_a_group_that_is_formed_anew_finds_no_messages_of_the_one_before(form: Callable[[], Formed]) -> None:
     found = []
     for _ in range(2):
-        group = Formed()
-        monkeypatch.setattr(of, "_resolve_process_group", lambda name, group=group: group)
+        group = form()
         ranks = collectives.ranks_of(_graph("a"))
         assert ranks is not None and ranks is collectives.ranks_of(_graph("a"))
         found.append(ranks._store.check(["0/1"]))
         ranks._store.set("0/1", "of another run")
         ranks.watch._stop.set()
+        del group
     assert found == [False, False]
+
+
+def test_the_watch_ends_with_its_process_group(form: Callable[[], Formed]) -> None:
+    before = set(threading.enumerate())
+    groups = [form()]
+    ranks = collectives.ranks_of(_graph("a"))
+    assert ranks is not None and len(set(threading.enumerate()) - before) == 2
+    groups.clear()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert set(threading.enumerate()) <= before
+    assert json.loads(ranks._store.get("alive/0"))["left"], "the others are told"
+    alive = weakref.ref(ranks)
+    del ranks, thread
+    gc.collect()
+    assert alive() is None, "nothing holds it until the process ends"
 
 
 def test_the_time_out_is_a_positive_number(monkeypatch: pytest.MonkeyPatch) -> None:
