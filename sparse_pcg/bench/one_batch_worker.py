@@ -39,6 +39,10 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(1, 9000, (count,), generator=generator).tolist()
 
 
+def _relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
 class Worker:
     """SGLang's runner with prefill graphs, loaded by SGLang's own benchmark module.
 
@@ -111,15 +115,15 @@ class Worker:
     def prompt(self, new: list[int], prefix: int, seed: int) -> dict[str, Any]:
         """Last-token logits of requests with ``new`` tokens behind ``prefix`` cached ones, float32 [requests, vocab].
 
-        Also how far another context before the same last token moves them (relative L2): a comparison of logits that
-        see no context would show nothing. Where our plug-in serves: whether a run of the same kernels without graphs
-        gives the same bytes, and the graph's variant and cuts.
+        Also whether a second run gives the same bytes and how far off it is (relative L2), and how far another context
+        before the same last token moves them: a comparison of logits that see no context would show nothing. Where our
+        plug-in serves: the same of a run of the same kernels without graphs, and the graph's variant and cuts.
         """
         logits = self._extend(new, prefix, seed)
         answer: dict[str, Any] = {"logits": logits.numpy(), "finite": bool(torch.isfinite(logits).all())}
-        answer["again_bitwise"] = torch.equal(logits, self._extend(new, prefix, seed))
-        moved = self._extend(new, prefix, seed, context=1) - logits
-        answer["context_moves"] = float(moved.norm() / logits.norm())
+        again = self._extend(new, prefix, seed)
+        answer |= {"again_bitwise": torch.equal(logits, again), "again_relative_l2": _relative_l2(again, logits)}
+        answer["context_moves"] = _relative_l2(self._extend(new, prefix, seed, context=1), logits)
         serving, variants = getattr(self.backend, "serving", None), getattr(self.backend, "variants", None)
         if serving is not None and variants is not None:
             chosen = variants.chosen  # of the run above
@@ -127,9 +131,11 @@ class Worker:
             answer["variant"], answer["cuts"] = chosen, variants.graphs[bucket][chosen].plan.cuts
             serving.uncaptured = True
             try:
-                answer["uncaptured_bitwise"] = torch.equal(logits, self._extend(new, prefix, seed))
+                plain = self._extend(new, prefix, seed)
             finally:
                 serving.uncaptured = False
+            answer["uncaptured_bitwise"] = torch.equal(logits, plain)
+            answer["uncaptured_relative_l2"] = _relative_l2(plain, logits)
         return answer
 
     def _extend(self, new: list[int], prefix: int, seed: int, context: int = 0) -> torch.Tensor:

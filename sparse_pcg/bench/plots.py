@@ -57,7 +57,8 @@ def _cut_cost(axes: Any, result: Mapping[str, Any]) -> None:
         axes.bar_label(bars, labels=[f"{v:.0f}" for v in values], fontsize=7, padding=2)
     axes.set_yticks(list(places), [n.replace("_", " ") for n in names])
     axes.invert_yaxis()
-    axes.set_xscale("log")
+    times = [row[key] for row in result["peers"].values() for key in ("host_us", "elapsed_us")]
+    axes.set_xscale("log" if max(times) > 10 * min(times) else "linear")  # a log axis does not start at 0
     axes.margins(x=0.1)  # room for the numbers
     axes.set_xlabel("us per forward")
     axes.set_title(f"{result['model']['cuts']} cuts: host time and time on the GPU")

@@ -30,4 +30,5 @@ while (order := connection.recv()) is not None:
     else:
         logits = np.full((len(arguments["new"]), 4), 1.01 if ours else 1.0, np.float32)
         blind = flag == "tc_piecewise" and arguments["prefix"] == 1900
-        connection.send((True, {"logits": logits, "finite": True, "context_moves": 0.0 if blind else 1.0}))
+        answer = {"logits": logits, "finite": True, "again_relative_l2": 0.5, "context_moves": 0.0 if blind else 1.0}
+        connection.send((True, answer))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from sparse_pcg.bench import one_batch
 from sparse_pcg.bench.cli import app
 from sparse_pcg.bench.one_batch_model import config, write_model
 from sparse_pcg.bench.one_batch_weights import draw_weights
+from sparse_pcg.bench.one_batch_worker import Worker
 from sparse_pcg.models.hf_config import config_from_hf
 
 _FAKE = (sys.executable, str(Path(__file__).with_name("fake_worker.py")))
@@ -39,11 +41,35 @@ def test_turns_medians_and_ratios(tmp_path: Path) -> None:
     assert result["ratios"]["2048"]["best_on/tc_piecewise_off"] == pytest.approx(0.5, abs=0.01)
     assert result["prompts"][0]["tc_piecewise_on"]["relative_l2_to_off"] == pytest.approx(0.01, abs=1e-4)
     assert "logits" not in result["prompts"][0]["breakable_on"]
+    assert result["prompts"][0]["breakable_off"]["again_relative_l2"] == 0.5
     refused = next(p for p in result["prompts"] if p["prefix"] == 30)
     assert "of this prompt" in refused["breakable_on"]["error"] and refused["tc_piecewise_on"]["finite"]
     blind = next(p for p in result["prompts"] if p["prefix"] == 1900)
     assert "nothing is shown" in blind["tc_piecewise_on"]["error"] and "error" not in blind["breakable_on"]
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_prompt_says_how_far_its_runs_lie_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    serving = SimpleNamespace(uncaptured=False)
+    graphs = {128: {"cut": SimpleNamespace(plan=SimpleNamespace(cuts=7))}}
+    worker = Worker.__new__(Worker)
+    worker.backend = SimpleNamespace(serving=serving, variants=SimpleNamespace(chosen="cut", graphs=graphs))
+    runs = 0
+
+    def extend(new: list[int], prefix: int, seed: int, context: int = 0) -> torch.Tensor:
+        nonlocal runs
+        runs += 1
+        shift = 1.0 if context else 0.5 if serving.uncaptured else 0.25 if runs == 2 else 0.0
+        return torch.tensor([[4.0 + 4 * shift, 0.0]])
+
+    monkeypatch.setattr(worker, "_extend", extend)
+    answer = worker.prompt([100], 2000, 3)
+    assert answer.pop("logits").tolist() == [[4.0, 0.0]]
+    assert answer == {
+        "finite": True, "again_bitwise": False, "again_relative_l2": 0.25, "context_moves": 1.0, "variant": "cut",
+        "cuts": 7, "uncaptured_bitwise": False, "uncaptured_relative_l2": 0.5,
+    }  # fmt: skip
+    assert not serving.uncaptured
 
 
 def test_what_there_is_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:

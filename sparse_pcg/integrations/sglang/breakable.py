@@ -14,6 +14,27 @@ from .segments import RecordedPrefill, record_prefill
 from .variants import Variants
 
 
+@contextmanager
+def _experts_in_order(body: Any) -> Iterator[None]:
+    """Inside the block shared experts are launched before routed ones that write over the input of both.
+
+    Some releases launch them after, on a stream beside. In a graph both start at once, and the shared ones have read
+    long before the routed ones write; launched one by one they come too late.
+    """
+    streams = {}
+    for block in body.modules():
+        config = getattr(getattr(block, "experts", None), "moe_runner_config", None)
+        if hasattr(block, "forward_normal_dual_stream") and getattr(config, "inplace", False):
+            streams[block] = block.alt_stream
+    try:
+        for block in streams:
+            block.alt_stream = None
+        yield
+    finally:
+        for block, stream in streams.items():
+            block.alt_stream = stream
+
+
 class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc]
     """A drop-in for SGLang's backend of the same flag.
 
@@ -94,6 +115,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
                 self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
                 self.serving.keeping_context(),
                 self._body_in_place(),
+                _experts_in_order(self._runner.layer_model),
             ):
                 self._write_output(self._forward_fns[size](), size)
         else:

@@ -46,6 +46,11 @@ class _Tape(TorchDispatchMode):
 _tape = _Tape()
 
 
+def capturing() -> bool:
+    """Whether what runs goes to a graph."""
+    return _tape.graph is not None
+
+
 class FakeGraph:
     """``torch.cuda.CUDAGraph`` as SGLang uses it. pool: what the capture was given."""
 

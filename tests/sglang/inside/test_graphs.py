@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import torch
 
 import sparse_pcg
 
-from .harness import BATCHES, FLAGS, Server, equal, expected, host, make_body, served
+from .fake_graphs import capturing
+from .harness import BATCHES, BREAKABLE, FLAGS, Server, equal, expected, host, make_body, served
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -47,3 +49,36 @@ def test_two_models_in_one_process(flag: str) -> None:
     a.backend.cleanup()
     found[1].extend(served(b, BATCHES[6:]))
     equal(found[1], wanted[1])
+
+
+class Experts(torch.nn.Module):
+    """Routed experts that write over their input and a shared one, launched after them on a stream beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alt_stream: Any = "a stream"
+        self.experts = SimpleNamespace(moe_runner_config=SimpleNamespace(inplace=True))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.alt_stream is not None:
+            return self.forward_normal_dual_stream(hidden)
+        shared = hidden.cos()
+        return hidden.copy_(hidden.sin()) + shared
+
+    def forward_normal_dual_stream(self, hidden: torch.Tensor) -> torch.Tensor:
+        # In a graph both start at once, and the shared one has read before the routed ones write.
+        read = hidden.clone() if capturing() else hidden
+        return hidden.copy_(hidden.sin()) + read.cos()
+
+
+@pytest.mark.skipif(BREAKABLE not in FLAGS, reason="this release has no breakable graphs for sparse attention")
+def test_without_graphs_shared_experts_read_what_they_read_in_one() -> None:
+    body = make_body()
+    body.embed = torch.nn.Sequential(body.embed, Experts())
+    wanted = expected(body, BREAKABLE, BATCHES[:4] * 2)
+    ours = Server(body, BREAKABLE, True)
+    found = served(ours, BATCHES[:4])
+    ours.backend.serving.uncaptured = True
+    equal([*found, *served(ours, BATCHES[:4])], wanted)
+    kept = next(block for block in ours.runner.body.modules() if isinstance(block, Experts))
+    assert kept.alt_stream == "a stream"
