@@ -83,7 +83,8 @@ def test_results_become_tables(tmp_path: Path) -> None:
         sys.path.remove(str(DOCS))
     rows = [{"what": "a|b", "us": 1.23456}, {"what": "c", "more": 2}]
     named = {"passed": 3, "peers": {"ours": {"us": 1.0, "kernels": "many"}, "theirs": {"us": 2.0}}}
-    (tmp_path / "first-run.json").write_text(json.dumps({"machine": "one GPU", "ops": rows, "sum": {"cut_us": 7.0}, **named}))
+    result = {"machine": "one GPU", "ops": rows, "sum": {"cut_us": 7.0}, **named}
+    (tmp_path / "first-run.json").write_text(json.dumps(result))
     text = build_hooks.tables(tmp_path)
     assert "## first run" in text and "- machine: one GPU" in text
     assert "| what | us | more |\n|---|---|---|\n| a\\|b | 1.235 |  |\n| c |  | 2 |" in text
