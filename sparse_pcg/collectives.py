@@ -17,8 +17,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -162,6 +162,13 @@ class Ranks:
     def close(self, reason: str = "") -> None:
         """Leave: the others are told, and do not wait for this rank any more."""
         self.watch.close(reason)
+
+
+def together(ranks: Ranks | None, what: str, values: Iterable[Any]) -> AbstractContextManager[None]:
+    """Around a run on ``values`` that waits for other ranks; None: for nobody."""
+    if ranks is None:
+        return nullcontext()
+    return ranks.running(what, next((v.device for v in values if isinstance(v, torch.Tensor)), None))
 
 
 class Together:

@@ -22,7 +22,7 @@ from custom_ops.batch_metadata import current_context
 
 from . import session
 from .analysis import analyse
-from .collectives import COMPILING, Ranks, ranks_of
+from .collectives import COMPILING, Ranks, ranks_of, together
 from .counters import LIVE, count_fallback, logger
 from .errors import FrozenError
 from .graphs import GraphDevice, device_for
@@ -64,7 +64,7 @@ class CompiledGraph:
         self.ranks: Ranks | None = ranks_of(gm.graph)
         try:
             self._build(gm, examples, options)
-        except Exception as error:
+        except BaseException as error:
             if self.ranks is not None:
                 self.ranks.withdraw("compiling", error)
             raise
@@ -199,7 +199,8 @@ class CompiledGraph:
                 return tuple(outputs)
             if self._alias_pattern(inputs) != self._aliasing:
                 self._leave("recompile", "the arguments alias otherwise than when the graph was compiled")
-                return self._uncompiled(*args)
+                with together(self.ranks, "a run of the graph as it is", args):
+                    return self._uncompiled(*args)
             return tuple(self._run(inputs))
 
     def _complete(self, args: Sequence[Any]) -> list[Any]:

@@ -12,11 +12,11 @@ from custom_ops._register import debug_checks
 
 from .batch import Batch, HostBatch
 from .gates import DRAFT, Deployment
-from .graph_runner import Bucket, GraphRunner, no_grad
+from .graph_runner import GraphRunner
 from .options import Options
 from .plan import Plan
 from .runner import PrefillOutput, PrefillRunner, empty_output, output_of
-from .served import KV, Captured
+from .served import KV, Bucket, Captured, no_grad
 
 HIDDEN = "target_hidden"
 

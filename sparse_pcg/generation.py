@@ -22,10 +22,10 @@ from . import session
 from .batch import Batch, check_batch, dummy, fill
 from .errors import CaptureError
 from .gates import ATTENTION, INDEXER
-from .graph_runner import Bucket, no_grad
 from .kv import PrefixCache, RequestPages, page_table
 from .plan import Plan
 from .runner import PrefillRunner
+from .served import Bucket, no_grad
 
 DECODE_SIZES = (2, 4, 8, 16, 32, 64)
 

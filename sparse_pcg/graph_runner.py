@@ -6,9 +6,7 @@ import inspect
 import threading
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -19,29 +17,19 @@ from . import session
 from .backend import OwnBackend
 from .batch import Batch, HostBatch, check_batch, dummy, fill
 from .buckets import bucket_floor, bucket_for
-from .collectives import Ranks
+from .collectives import Ranks, together
 from .compiled_graph import CompiledGraph
 from .counters import count_fallback, logger
 from .errors import CaptureError, FrozenError, SparsePCGError
 from .gates import ATTENTION, INDEXER, SHORT, Deployment, decide
 from .options import Options
 from .plan import Plan
-from .served import KV, Captured, Served, listed, row_regimes, tracked
+from .served import KV, Bucket, Captured, Served, listed, no_grad, row_regimes, tracked
 from .staging import Staging
 from .verification import Verification, verify
 
 MODES = ("replay", "uncaptured", "breaks", "eager")
 MAX_REQUESTS = 512  # of a batch that is replayed; the static page table has a row for each
-
-
-@dataclass
-class Bucket:
-    """What serves one number of rows. results: which outputs of the graph the model returns, in its order."""
-
-    graph: CompiledGraph
-    inputs: list[Any]
-    results: list[int]
-    plans: dict[str, Plan]
 
 
 class GraphRunner:
@@ -325,7 +313,9 @@ class GraphRunner:
         self, metadata: BatchMetadata, further: dict[str, torch.Tensor], host: HostBatch, batch: Batch
     ) -> list[torch.Tensor]:
         embeds = {} if batch.input_embeds is None else {"input_embeds": batch.input_embeds}
-        return listed(self.model(**self._row_arguments(metadata, host.rows, further), **embeds))
+        arguments = self._row_arguments(metadata, host.rows, further)
+        with together(self._ranks(), "an eager run", arguments.values()):
+            return listed(self.model(**arguments, **embeds))
 
     def _row_arguments(
         self, metadata: BatchMetadata, rows: int, further: dict[str, torch.Tensor]
@@ -410,10 +400,3 @@ class GraphRunner:
         context.whole = self.gates.whole
         context.selection_group = self.selection_group
         return context
-
-
-@contextmanager
-def no_grad() -> Iterator[None]:
-    """One grad mode for compiling, capturing and serving: Dynamo makes a graph per mode."""
-    with torch.inference_mode(False), torch.no_grad():
-        yield

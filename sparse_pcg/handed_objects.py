@@ -6,6 +6,7 @@ run past Dynamo (recording a plan, an uncaptured run) would find nothing there, 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import fx
 from torch._dynamo import graph_bytecode_inputs as table
+from torch.utils import _pytree as pytree
 
 
 def drop_unread(graph: fx.Graph) -> None:
@@ -23,19 +25,28 @@ def drop_unread(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+_lock = threading.Lock()  # around each change of the table, which all threads share
+
+
 class HandedObjects:
     """What one graph reads from the table, as the last call through Dynamo left it there."""
 
     def __init__(self, graph: fx.Graph | None = None) -> None:
-        self._read = graph is not None and any(_reads(node) for node in graph.nodes)
+        reading = [node for node in graph.nodes if _reads(node)] if graph is not None else []
+        self._read = bool(reading)
+        # A leaf function's modules are numbered where no argument of its node shows it.
+        hidden = any(str(node.target).startswith("invoke_leaf") for node in reading)
+        self._numbers = None if hidden else {n for node in reading for n in _integers(node)}
         self._kept: dict[int, Any] = {}
         self.keep()
 
     def keep(self) -> None:
         """Called where Dynamo has just filled the table: when the graph is compiled, and at each call."""
         if self._read:
-            found = {number: reference() for number, reference in table.index_to_external_object_weakref.items()}
-            self._kept = {number: value for number, value in found.items() if value is not None}
+            with _lock:
+                found = {number: reference() for number, reference in table.index_to_external_object_weakref.items()}
+            wanted = found if self._numbers is None else self._numbers & set(found)
+            self._kept = {number: value for number in wanted if (value := found[number]) is not None}
 
     def in_table(self) -> AbstractContextManager[None]:
         """Inside the block the table holds them."""
@@ -52,13 +63,22 @@ class HandedObjects:
     @contextmanager
     def _put(self) -> Iterator[None]:
         objects = table.index_to_external_object_weakref
-        before = dict(objects)
-        objects.update({number: weakref.ref(value) for number, value in self._kept.items()})
+        ours = {number: weakref.ref(value) for number, value in self._kept.items()}
+        # Not held for the block: a step may wait for a thread that is about to swap.
+        with _lock:
+            before = {number: objects[number] for number in ours if number in objects}
+            objects.update(ours)
         try:
             yield
         finally:
-            objects.clear()
-            objects.update(before)
+            with _lock:
+                for number in ours:
+                    objects.pop(number, None)
+                objects.update(before)
+
+
+def _integers(node: fx.Node) -> list[int]:
+    return [leaf for leaf in pytree.tree_leaves((node.args, node.kwargs)) if type(leaf) is int]
 
 
 def _reads(node: fx.Node) -> bool:

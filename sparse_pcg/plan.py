@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
@@ -18,7 +17,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from .analysis import source_line
-from .collectives import Ranks, Together, group_of
+from .collectives import Ranks, Together, group_of, together
 from .counters import COUNTS
 from .errors import CaptureError, note
 from .graphs import GraphDevice
@@ -106,7 +105,7 @@ class Program:
 
     def run(self, inputs: Sequence[Any], *, short: bool = False) -> list[Any]:
         """Run without graphs; with ``short`` the cuts' capturable bodies stand in for them."""
-        with _together(self.ranks, "an uncaptured run", inputs), self.objects.in_table():
+        with together(self.ranks, "an uncaptured run", inputs), self.objects.in_table():
             return self._run(inputs, short)
 
     def _run(self, inputs: Sequence[Any], short: bool) -> list[Any]:
@@ -173,7 +172,7 @@ class Plan:
         if self.ranks is None:
             self._replay()
         else:
-            with _together(self.ranks, f"a replay of {self.name}", self.values):
+            with together(self.ranks, f"a replay of {self.name}", self.values):
                 self._replay()
         COUNTS.replays += 1
 
@@ -251,7 +250,7 @@ def record_plan(
     if program.ranks is not None:
         program.ranks.same(f"the capture of {plan.name}", {"steps": len(program.steps)})
         device = Together(device, program.ranks)
-    with _together(program.ranks, f"the capture of {plan.name}", inputs), device.session(pool):
+    with together(program.ranks, f"the capture of {plan.name}", inputs), device.session(pool):
         try:
             if variant in ("short", "whole"):
                 _record_whole(plan, program, inputs, device, pool)
@@ -265,13 +264,6 @@ def record_plan(
     plan.steps = program.objects.around(plan.steps)
     COUNTS.captures += plan.captures
     return plan
-
-
-def _together(ranks: Ranks | None, what: str, values: Sequence[Any]) -> AbstractContextManager[None]:
-    """Around a run that waits for other ranks."""
-    if ranks is None:
-        return nullcontext()
-    return ranks.running(what, next((v.device for v in values if isinstance(v, torch.Tensor)), None))
 
 
 def _record_whole(plan: Plan, program: Program, inputs: Sequence[Any], device: GraphDevice, pool: Pool) -> None:

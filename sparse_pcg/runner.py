@@ -11,10 +11,10 @@ from custom_ops._register import debug_checks
 
 from .batch import Batch
 from .gates import Deployment
-from .graph_runner import MODES, GraphRunner, no_grad
+from .graph_runner import MODES, GraphRunner
 from .options import Options
 from .plan import Plan
-from .served import KV, Captured, Served
+from .served import KV, Captured, Served, no_grad
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from custom_ops._register import NAMESPACE, op_of
 from custom_ops.batch_metadata import BatchMetadata, ForwardContext
 
 from .compiled_graph import CompiledGraph
+from .plan import Plan
 from .rewrite import overload_of
 from .split import PIECE
 
@@ -27,6 +29,16 @@ class KV(Protocol):
     def request(self) -> Any: ...
 
     def context(self, metadata: BatchMetadata | None, workspace_bytes: int = ...) -> ForwardContext: ...
+
+
+@dataclass
+class Bucket:
+    """What serves one number of rows. results: which outputs of the graph the model returns, in its order."""
+
+    graph: CompiledGraph
+    inputs: list[Any]
+    results: list[int]
+    plans: dict[str, Plan]
 
 
 @dataclass(frozen=True)
@@ -78,3 +90,10 @@ def tracked(sizes: list[int], progress: bool) -> Any:
     from rich.progress import track
 
     return track(sizes, description="capturing", transient=True)
+
+
+@contextmanager
+def no_grad() -> Iterator[None]:
+    """One grad mode for compiling, capturing and serving: Dynamo makes a graph per mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -60,3 +61,19 @@ def make_group() -> Iterator[Callable[..., Group]]:
     yield make
     for one in made:
         one.close()
+
+
+class Watched:
+    """In place of the ranks of a runner or graph: keeps what runs it was around, and where."""
+
+    def __init__(self) -> None:
+        self.runs: list[tuple[str, torch.device | None]] = []
+        self.inside = False
+
+    @contextmanager
+    def running(self, what: str, device: torch.device | None) -> Iterator[None]:
+        """As that of ``Ranks``."""
+        self.runs.append((what, device))
+        self.inside = True
+        yield
+        self.inside = False

@@ -16,6 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import sparse_pcg
+from sparse_pcg.counters import LIVE
+from tests.sparse_pcg.rank_threads import Watched
 from tests.sparse_pcg.toys import Context, Toy, context, inputs, same, state
 
 SIZES = [4, 8, 16]
@@ -324,6 +326,15 @@ class TestArguments:
             case = ["disjoint rows", "overlapping rows"][seed // 2 % 2]
             assert same(fn(*self.CASES[case](ours)), self.body(*self.CASES[case](theirs)))
             assert torch.equal(ours, theirs)
+
+    def test_a_graph_that_runs_as_it_is_is_watched_too(self) -> None:
+        fn, ours = compiled(lambda a, b: self.body(a, b)), torch.arange(80.0).view(20, 4)
+        for case in ["disjoint rows"] * 2 + ["overlapping rows"] * 2:
+            ranks = Watched()
+            for graph in LIVE:
+                graph.ranks = ranks  # type: ignore[assignment]
+            fn(*self.CASES[case](ours))
+        assert ranks.runs == [("a run of the graph as it is", torch.device("cpu"))]
 
     def test_an_optional_argument_that_comes_and_goes(self) -> None:
         def body(x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._dynamo import graph_bytecode_inputs as table
 
 import sparse_pcg
 from sparse_pcg import session
 from sparse_pcg.compiled_graph import CompiledGraph
+from sparse_pcg.handed_objects import HandedObjects
 
 from . import toys
 
@@ -104,6 +107,36 @@ def test_a_call_through_dynamo_brings_its_own_objects() -> None:
     seen.clear()
     graph.program.run(inputs)
     assert seen and all(event is second for event in seen)
+
+
+def test_objects_that_the_graph_does_not_read_are_not_kept() -> None:
+    ours, others = torch.Event(), torch.Event()
+    for number, event in enumerate((others, ours, others)):
+        table.index_to_external_object_weakref[number] = weakref.ref(event)
+    graph = fx.Graph()
+    value = graph.call_function(table.get_external_object_by_index, (1,))
+    graph.output((graph.call_function(marked, (graph.placeholder("x"), value)),))
+    handed = HandedObjects(graph)
+    assert handed._kept == {1: ours}
+    gone = weakref.ref(others)
+    del event, others
+    gc.collect()
+    assert gone() is None
+    table.reset_user_object_tracking()
+    with handed.in_table():
+        assert table.get_external_object_by_index(1) is ours
+        table.index_to_external_object_weakref[7] = weakref.ref(ours)  # another thread's call, meanwhile
+    assert list(table.index_to_external_object_weakref) == [7]
+
+
+def test_of_a_leaf_function_all_objects_are_kept() -> None:
+    leaf = pytest.importorskip("torch._higher_order_ops.invoke_leaf_function").invoke_leaf_function
+    first, second = torch.Event(), torch.Event()
+    for number, event in enumerate((first, second)):
+        table.index_to_external_object_weakref[number] = weakref.ref(event)
+    graph = fx.Graph()
+    graph.output((graph.call_function(leaf, (graph.placeholder("x"),)),))
+    assert HandedObjects(graph)._kept == {0: first, 1: second}
 
 
 @pytest.fixture(autouse=True)

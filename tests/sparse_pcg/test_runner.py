@@ -19,6 +19,7 @@ from custom_ops._register import use_provider
 from custom_ops.indexer import INDEXER_TOPK
 from sparse_pcg.kv import PagedKV, RequestPages, page_table
 from sparse_pcg.models import DSAModel, preset
+from tests.sparse_pcg.rank_threads import Watched
 from tests.sparse_pcg.toys import same
 
 CONFIG = replace(preset("tiny"), num_layers=3, index_topk=16)
@@ -160,6 +161,26 @@ def test_embeddings_run_uncaptured_and_are_counted(served: Any) -> None:
         with sparse_pcg.stats().expect(fallbacks={"multimodal": 1}):
             out = runner.forward(replace(batch, input_embeds=embeds))
         torch.testing.assert_close(out.hidden, want.hidden, rtol=1e-3, atol=1e-4)
+
+
+def test_what_the_model_runs_of_itself_is_watched_too(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner, kv = served
+    ranks = Watched()
+    monkeypatch.setattr(runner, "_ranks", lambda: ranks)
+    monkeypatch.setattr(ranks, "same", lambda what, facts: None, raising=False)  # what debug_checks compares
+    forward = runner.model.forward
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        assert ranks.inside
+        return forward(*args, **kwargs)
+
+    with kv.request() as request:
+        batch = batch_of([(request, 8)])
+        embeds = torch.nn.functional.embedding(batch.input_ids, runner.model.embed_tokens)
+        monkeypatch.setattr(runner.model, "forward", inside)
+        runner.forward(batch, "eager")
+        runner.forward(replace(batch, input_embeds=embeds))
+    assert ranks.runs == [("an eager run", torch.device("cpu"))] * 2 and not ranks.inside
 
 
 def test_a_replay_asks_once_who_serves_its_cuts(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
