@@ -74,8 +74,9 @@ def _runner(**changes: Any) -> PrefillRunner:
 
 def test_the_reference_model_is_clean() -> None:
     runner = _runner(compiler="eager")
-    assert check(runner) == []
-    assert sparse_pcg.stats().captures == 0 and runner.captured == []
+    with sparse_pcg.stats().expect(captures=0):
+        assert check(runner) == []
+    assert runner.captured == []
 
 
 def test_the_reference_draft_is_clean() -> None:

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -77,15 +78,14 @@ STEPS = st.lists(
 @given(STEPS, st.integers(0, 1 << 20))
 def test_random_batches_with_prefixes_chunks_and_preemption(served: Any, steps: Any, seed: int) -> None:
     runner, kv = served
-    lanes = [kv.request() for _ in range(4)]
-    for step, (parts, preempt) in enumerate(steps):
-        chosen = dict(parts)
-        batch = batch_of([(lanes[lane], new) for lane, new in chosen.items()], seed + step)
-        compare(runner, kv, batch)
-        if preempt:  # a request loses its pages (they are poisoned) and others will be given them
-            lanes[parts[0][0]].close()
-    for lane in lanes:
-        lane.close()
+    with ExitStack() as held:
+        lanes = [held.enter_context(kv.request()) for _ in range(4)]
+        for step, (parts, preempt) in enumerate(steps):
+            chosen = dict(parts)
+            batch = batch_of([(lanes[lane], new) for lane, new in chosen.items()], seed + step)
+            compare(runner, kv, batch)
+            if preempt:  # a request loses its pages (they are poisoned) and others will be given them
+                lanes[parts[0][0]].close()
     kv.close()
 
 
