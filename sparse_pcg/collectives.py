@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .errors import CaptureError, RankError
+from .errors import CaptureError, RankError, first_line
 from .graphs import GraphDevice
 from .liveness import STUCK, Watch, leave_process
 from .memory import Pool
@@ -157,7 +157,7 @@ class Ranks:
     def _tell_withdrawn(self, key: str, mine: dict[str, Any], error: BaseException) -> None:
         """A rank that comes later must not take this one's message for an agreement."""
         with suppress(RuntimeError):  # no store, nobody to tell
-            self._store.set(key, json.dumps({**mine, "withdrawn": str(error).partition("\n")[0]}))
+            self._store.set(key, json.dumps({**mine, "withdrawn": first_line(error)}))
 
     def close(self, reason: str = "") -> None:
         """Leave: the others are told, and do not wait for this rank any more."""

@@ -34,6 +34,11 @@ class RankError(ShortenTraceback, SparsePCGError):
         super().__init__(message, first_useful_frame=None)
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of its message; what follows in an error of CUDA or of a store is no help to a reader."""
+    return str(error).partition("\n")[0]
+
+
 def note(error: BaseException, text: str) -> None:
     """Attach where ``error`` happened (piece, op, source line, bucket) without changing its type."""
     if hasattr(error, "add_note"):  # Python 3.11

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from .errors import CaptureError, OptionError
+from .errors import CaptureError, OptionError, first_line
 from .memory import Pool, StableOutputs, alias, storage_ptr, view_like
 
 
@@ -205,7 +205,7 @@ class CudaDevice:
         except Exception as error:
             if graph is not None:
                 self.abandon(graph)
-            raise CaptureError(f"capture failed: {first_line(error)}") from error
+            raise CaptureError(f"capture failed: {type_and_message(error)}") from error
         except BaseException:
             if graph is not None:
                 self.abandon(graph)
@@ -237,9 +237,9 @@ class CudaDevice:
         return False
 
 
-def first_line(error: BaseException) -> str:
-    """Type and message; CUDA's errors go on with advice that does not hold for a capture."""
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+def type_and_message(error: BaseException) -> str:
+    """Without the rest: CUDA's errors go on with advice that does not hold for a capture."""
+    return f"{type(error).__name__}: {first_line(error)}"
 
 
 def _without_ownership(outputs: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from .errors import RankError
+from .errors import RankError, first_line
 
 BEAT = 0.5  # seconds between two heartbeats
 GRACE = 3.0  # seconds that a run has to return on its own once a rank it may wait for is in trouble
@@ -185,7 +185,7 @@ class Watch:
         except RuntimeError as error:
             # Whoever keeps the store leaves with a word first: that it ends then is no loss.
             if not self._stop.is_set() and not self._who_left():
-                self._lose(f"the store of the ranks is gone, with the process that kept it ({_first_line(error)})")
+                self._lose(f"the store of the ranks is gone, with the process that kept it ({first_line(error)})")
                 self._stop.wait(BEAT)
         finally:
             self._beats_done = self._beats_so_far
@@ -306,10 +306,6 @@ def _in_capture() -> bool:
 
 def _because(state: dict[str, Any]) -> str:
     return f": {state['note']}" if state.get("note") else ""
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0]
 
 
 def _machine() -> str:

@@ -19,7 +19,7 @@ from . import session
 from .analysis import launches
 from .counters import COUNTS, LIVE
 from .errors import CaptureError, FrozenError
-from .graphs import CudaDevice, GraphDevice, device_for, first_line
+from .graphs import CudaDevice, GraphDevice, device_for, type_and_message
 from .memory import Pool, StableOutputs
 from .options import Options
 from .plan import Plan
@@ -158,7 +158,7 @@ class _CudaRecorder(_Recorder):
         try:
             result = func(*args, **kwargs)
         except (torch.AcceleratorError, torch.OutOfMemoryError) as error:
-            raise CaptureError(f"{func} cannot be captured: {first_line(error)}") from error
+            raise CaptureError(f"{func} cannot be captured: {type_and_message(error)}") from error
         self._launched = self._launched or launches(func)
         return result
 
@@ -172,7 +172,7 @@ class _CudaRecorder(_Recorder):
             launch = self._cuda.end(graph, empty=True)
         except Exception as error:
             self._cuda.abandon(graph)
-            raise CaptureError(f"capture failed: {first_line(error)}") from error
+            raise CaptureError(f"capture failed: {type_and_message(error)}") from error
         if self._launched:
             launch()
             self.plan.add(launch, f"piece {self.plan.captures}", PIECE)

@@ -139,10 +139,7 @@ def serve(
     from .ttft import ROWS, parse_rows
 
     def run() -> dict[str, Any]:
-        try:
-            clients = tuple(map(int, _words(lanes))) or LANES
-        except ValueError as error:
-            raise ValueError(f"lanes: must be whole numbers like 1,4, got {lanes!r}") from error
+        clients = _numbers(lanes, "lanes: must be whole numbers like 1,4") or LANES
         chosen = parse_rows(rows) if rows else ROWS
         sizes = {"layers": layers or None, "experts": experts, "compiler": compiler, "partial": json_file}
         return run_serve(model=model, rows=chosen, lanes=clients, modes=_words(modes) or MODES, runs=runs, **sizes)  # type: ignore[arg-type]
@@ -164,10 +161,7 @@ def ops(
     from .ops import ROWS, run_ops
 
     def run() -> dict[str, Any]:
-        try:
-            counts = tuple(map(int, _words(rows))) or ROWS
-        except ValueError as error:
-            raise ValueError(f"rows: must be whole numbers like 16,512, got {rows!r}") from error
+        counts = _numbers(rows, "rows: must be whole numbers like 16,512") or ROWS
         return run_ops(counts, _words(names), own, _words(without), repeats=repeats, partial=json_file)
 
     finish(run, json_file, plot_file)
@@ -194,10 +188,7 @@ def peers(
     sizes = {"layers": layers, "hidden": hidden, "tokens": tokens, "repeats": repeats}
 
     def run() -> dict[str, Any]:
-        try:
-            heads = tuple(map(int, _words(one_batch)))
-        except ValueError as error:
-            raise ValueError(f"one-batch: must be numbers of heads like 8,64, got {one_batch!r}") from error
+        heads = _numbers(one_batch, "one-batch: must be numbers of heads like 8,64")
         batches: list[dict[str, Any]] = []
         for count in heads:
 
@@ -233,6 +224,13 @@ def one_batch(
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(word.strip() for word in text.split(",") if word.strip())
+
+
+def _numbers(text: str, expected: str) -> tuple[int, ...]:
+    try:
+        return tuple(map(int, _words(text)))
+    except ValueError as error:
+        raise ValueError(f"{expected}, got {text!r}") from error
 
 
 if __name__ == "__main__":

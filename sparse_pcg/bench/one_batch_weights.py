@@ -14,9 +14,8 @@ from torch import nn
 
 # What a layer adds to the stream: more, and 20 layers would turn each rounding into another choice of experts.
 _ADDED = {"o_proj": 0.25, "down_proj": 0.25, "w2_weight": 0.25}
-_SHARP = {
-    "q_b_proj": 3.0
-}  # standard deviation of attention's scores: a few keys get most of the weight, as in a trained model
+# Standard deviation of attention's scores: a few keys get most of the weight, as in a trained model.
+_SHARP = {"q_b_proj": 3.0}
 
 
 @torch.no_grad()
