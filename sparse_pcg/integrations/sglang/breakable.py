@@ -11,7 +11,7 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 from .deployment import Serving
 from .recording import CUT
 from .segments import RecordedPrefill, record_prefill
-from .variants import Variants
+from .variants import Variants, forward_as
 
 
 @contextmanager
@@ -111,27 +111,17 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         graph = self.variants.graph(size)
         if self.serving.uncaptured:
             # The same kernels on the same buffers, launched one by one: what a replay must equal bitwise.
+            body = self._runner.layer_model
             with (
                 self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
                 self.serving.keeping_context(),
-                self._body_in_place(),
-                _experts_in_order(self._runner.layer_model),
+                forward_as(body, self._body_forward),  # which is this ``replay`` while SGLang replays
+                _experts_in_order(body),
             ):
                 self._write_output(self._forward_fns[size](), size)
         else:
             graph.replay()
         return self._outputs[shape_key]
-
-    @contextmanager
-    def _body_in_place(self) -> Iterator[None]:
-        """While SGLang replays, the body's ``forward`` is this backend's ``replay``: the body's own for the block."""
-        body = self._runner.layer_model
-        replaying = body.forward
-        body.forward = self._body_forward
-        try:
-            yield
-        finally:
-            body.forward = replaying
 
     def cleanup(self) -> None:
         """Drop every graph."""

@@ -16,7 +16,7 @@ from torch import fx
 from .deployment import Serving
 from .segments import RecordedPrefill, record_prefill
 from .served_graph import ServedGraph
-from .variants import Variants
+from .variants import Variants, forward_as
 
 logger = logging.getLogger("sparse_pcg")
 
@@ -102,21 +102,13 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
     def capture_one(self, shape_key: Any, forward_fn: Callable[[], Any], *args: Any, **kwargs: Any) -> None:
         """SGLang's, remembering what the model's body returned for this bucket."""
         self._bucket = shape_key.size
-        with self._body(lambda forward: lambda *a, **k: self._remember(shape_key.size, forward(*a, **k))):
+        forward = self._inner.forward
+        with forward_as(self._inner, lambda *a, **k: self._remember(shape_key.size, forward(*a, **k))):
             super().capture_one(shape_key, forward_fn, *args, **kwargs)
 
     def _remember(self, size: int, result: Any) -> Any:
         self._bodies[size] = result
         return result
-
-    @contextmanager
-    def _body(self, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-        before = self._inner.forward
-        self._inner.forward = wrap(before)
-        try:
-            yield
-        finally:
-            self._inner.forward = before
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         """Replay the variant chosen for the batch, past Dynamo's guards; the head runs as SGLang runs it."""
@@ -134,7 +126,7 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
                 graph.replay()
             return self._bodies[size]
 
-        with self._body(lambda forward: body):
+        with forward_as(self._inner, body):
             return super().replay(shape_key, static_forward_batch, **kwargs)
 
     def cleanup(self) -> None:

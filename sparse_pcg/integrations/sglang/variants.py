@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -12,6 +12,17 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from .deployment import Serving
 from .recording import CUT, SHORT, Recording, recording
 from .segments import RecordedPrefill
+
+
+@contextmanager
+def forward_as(body: Any, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block ``body.forward`` is ``forward``."""
+    before = body.forward
+    body.forward = forward
+    try:
+        yield
+    finally:
+        body.forward = before
 
 
 class Variants:
