@@ -442,7 +442,7 @@ MUTANTS = [
     _backend("kv/prefix_cache.py", "self._walk(tokens[: max(len(tokens) - 1, 0)])", "self._walk(tokens)",
              "test_generation.py::test_cached_pages_are_found_by_all_tokens_up_to_them"),
     # Looking and telling: where a new tensor lies, a sort undone, a call's own state, times at the wrong step, scale
-    _backend("hazards/watch.py", "return DEVICE if on_device else func(*args)", "return func(*args)",
+    _backend("hazards/functions.py", "return DEVICE if on_device else func(*args)", "return func(*args)",
              "test_hazards.py::test_clean_idioms_raise_no_alarm"),
     _backend("hazards/watch.py", "generator is not None and before is not None and not torch.equal",
              "generator is not None or torch.equal",
