@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 import time
 import weakref
@@ -24,7 +23,7 @@ from .errors import CaptureError, FrozenError, SparsePCGError
 from .gates import ATTENTION, INDEXER, SHORT, Deployment, decide
 from .options import Options
 from .plan import Plan
-from .served import KV, Bucket, Captured, Served, listed, no_grad, row_regimes, tracked
+from .served import KV, Bucket, Captured, Served, listed, no_grad, row_parameters, row_regimes, tracked
 from .staging import Staging
 from .verification import Verification, verify
 
@@ -51,7 +50,7 @@ class GraphRunner:
         selection_group: Any = None,
     ) -> None:
         self.model, self.kv, self.selection_group = model, kv, selection_group
-        self._rows = self._row_parameters()
+        self._rows = row_parameters(model, (*ROW_BUFFERS, *self.FURTHER))
         self.options = options or Options()
         self.deployment = deployment or Deployment()
         self.device = next(iter(model.parameters())).device
@@ -88,16 +87,6 @@ class GraphRunner:
     def _further_rows(self, rows: int) -> dict[str, torch.Tensor]:
         """The ``FURTHER`` buffers, by parameter name."""
         return {}
-
-    def _row_parameters(self) -> list[str]:
-        names = (*ROW_BUFFERS, *self.FURTHER)
-        rows = []
-        for name, parameter in inspect.signature(self.model.forward).parameters.items():
-            if name in names:
-                rows.append(name)
-            elif parameter.default is inspect.Parameter.empty:
-                raise ValueError(f"model.forward: no row buffer for required parameter {name!r}, there are {names}")
-        return rows
 
     # Capture.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,17 @@ def row_regimes(graph: CompiledGraph, device: torch.device) -> dict[str, int]:
             if op is not None and (regime := op.regime(sms)):
                 found[f"{NAMESPACE}::{op.name}"] = regime
     return found
+
+
+def row_parameters(model: torch.nn.Module, names: Sequence[str]) -> list[str]:
+    """Which of the row buffers ``names`` the model's forward takes; ValueError for a required parameter of none."""
+    rows = []
+    for name, parameter in inspect.signature(model.forward).parameters.items():
+        if name in names:
+            rows.append(name)
+        elif parameter.default is inspect.Parameter.empty:
+            raise ValueError(f"model.forward: no row buffer for required parameter {name!r}, there are {names}")
+    return rows
 
 
 def listed(results: torch.Tensor | Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -96,44 +96,33 @@ def _startup(axes: Any, result: Mapping[str, Any]) -> None:
 
 def _ttft(axes: Any, result: Mapping[str, Any]) -> None:
     rows = result["rows"]
-    modes = list(dict.fromkeys(mode for row in rows for mode in row["ms"]))
-    height = 0.84 / len(modes)
-    for number, mode in enumerate(modes):
-        places = [i for i, row in enumerate(rows) if mode in row["ms"]]
-        values = [rows[i]["ms"][mode] for i in places]
-        shifted = [i + (number - (len(modes) - 1) / 2) * height for i in places]
-        bars = axes.barh(shifted, values, height=0.9 * height, color=f"C{number}", label=mode)
-        axes.bar_label(bars, labels=[f"{v:.1f}" for v in values], fontsize=5, padding=2)
+    _bars_by_mode(axes, [{mode: (ms, ms) for mode, ms in row["ms"].items()} for row in rows], label_size=5)
     axes.set_yticks(range(len(rows)), [f"{row['prefix']} + {row['new']}" for row in rows])
-    axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.set_xlabel("ms to the first token (cached + new tokens)")
     axes.set_title(f"{result['model']['name']}, {result['model']['layers']} layers: time to first token")
-    axes.legend(fontsize=7)
 
 
 def _serve(axes: Any, result: Mapping[str, Any]) -> None:
     classes = result["classes"]
-    modes = list(dict.fromkeys(mode for c in classes for mode in c["modes"]))
-    height = 0.84 / len(modes)
-    for number, mode in enumerate(modes):
-        places = [i for i, c in enumerate(classes) if mode in c["modes"]]
-        shifted = [i + (number - (len(modes) - 1) / 2) * height for i in places]
-        medians = [classes[i]["modes"][mode]["median_ms"] for i in places]
-        late = [classes[i]["modes"][mode]["p99_ms"] - m for i, m in zip(places, medians, strict=True)]
-        bars = axes.barh(
-            shifted,
-            medians,
-            xerr=[[0.0] * len(late), late],
-            height=0.9 * height,
-            color=f"C{number}",
-            label=mode,
-            capsize=2,
-        )
-        axes.bar_label(bars, labels=[f"{v:.1f}" for v in medians], fontsize=6, padding=2)
+    found = [{mode: (m["median_ms"], m["p99_ms"]) for mode, m in c["modes"].items()} for c in classes]
+    _bars_by_mode(axes, found, label_size=6)
     axes.set_yticks(range(len(classes)), [f"{c['prefix']} + {c['new']}, {c['lanes']} at once" for c in classes])
-    axes.invert_yaxis()
-    axes.set_xscale("log")
     axes.set_xlabel("ms to the first token: median, to the 99th percentile")
     axes.set_title(f"{result['model']['name']}, {result['model']['layers']} layers, under load")
+
+
+def _bars_by_mode(axes: Any, rows: list[dict[str, tuple[float, float]]], label_size: int) -> None:
+    """A group of bars per row, a bar per mode that was measured there: to the first number, a whisker to the second."""
+    modes = list(dict.fromkeys(mode for row in rows for mode in row))
+    height = 0.84 / len(modes)
+    for number, mode in enumerate(modes):
+        places = [i for i, row in enumerate(rows) if mode in row]
+        shifted = [i + (number - (len(modes) - 1) / 2) * height for i in places]
+        values = [rows[i][mode][0] for i in places]
+        beyond = [rows[i][mode][1] - rows[i][mode][0] for i in places]
+        whiskers = {"xerr": [[0.0] * len(beyond), beyond], "capsize": 2} if any(beyond) else {}
+        bars = axes.barh(shifted, values, height=0.9 * height, color=f"C{number}", label=mode, **whiskers)
+        axes.bar_label(bars, labels=[f"{v:.1f}" for v in values], fontsize=label_size, padding=2)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
     axes.legend(fontsize=7)
