@@ -14,6 +14,7 @@ from custom_ops import hadamard as _hadamard
 from custom_ops import head_gate as _head_gate
 from custom_ops import index_cache as _index_cache
 from custom_ops import index_prepare as _index_prepare
+from custom_ops import index_queries as _index_queries
 from custom_ops import indexer as _indexer
 from custom_ops import layernorm as _layernorm
 from custom_ops import metadata_fill as _metadata_fill
@@ -32,7 +33,7 @@ hadamard = _hadamard.hadamard
 index_k_gather = _index_cache.index_k_gather
 index_k_prepare_store = _index_prepare.index_k_prepare_store
 index_k_store = _index_cache.index_k_store
-index_q_prepare = _index_prepare.index_q_prepare
+index_q_prepare = _index_queries.index_q_prepare
 indexer_prefill = _composites.indexer_prefill
 indexer_topk = _indexer.indexer_topk
 k_cache_and_topk_result = _composites.k_cache_and_topk_result

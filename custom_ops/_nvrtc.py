@@ -9,14 +9,17 @@ from __future__ import annotations
 import ctypes
 import functools
 import glob
+import logging
 import os
 import site
 import struct
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
@@ -127,7 +130,8 @@ class CudaKernel:
         _check(driver.cuDeviceGet(ctypes.byref(handle), device))
         _check(driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, self._kernel, handle))
         with torch.cuda.device(device):
-            torch.cuda.current_stream().synchronize()  # there is a context; the kernel is loaded into it now
+            if not torch.cuda.is_current_stream_capturing():
+                torch.cuda.current_stream().synchronize()  # there is a context; the kernel is loaded into it now
             function = ctypes.c_void_p()
             _check(driver.cuKernelGetFunction(ctypes.byref(function), self._kernel))
         self._layout = struct.Struct("@" + layout)
@@ -156,3 +160,18 @@ class CudaKernel:
             torch.cuda.set_device(self._device)
             code = self._call(config, self._address, parameters, None)
         _check(code)
+
+
+def obstacle(what: str, device: int, build: Callable[[int], object]) -> str | None:
+    """Why the kernels of ``what`` cannot run on a device, or None; what ``build`` fails with is logged."""
+    if torch.version.cuda is None:
+        return "PyTorch is built without CUDA"
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"it needs compute capability 9.0, the GPU has {major}.{minor}"
+    try:
+        build(device)
+    except (CudaError, OSError, RuntimeError, AttributeError) as error:
+        logger.warning("%s: the CUDA kernels cannot be built, Triton serves instead: %s", what, error)
+        return f"the kernels cannot be built: {error}"
+    return None

@@ -1,9 +1,8 @@
-"""What the indexer does to a projected key or query before the scores, each in one pass over memory.
+"""What the indexer does to a projected key before the scores, in one pass over memory.
 
-K: LayerNorm, RoPE of the first 64 of 128 dims, Hadamard or not, quantisation, store to the index-K cache.
-Q: RoPE, Hadamard or not, quantisation.
+LayerNorm, RoPE of the first 64 of 128 dims, Hadamard or not, quantisation, store to the index-K cache.
 Where values are rounded to the input's dtype: with ``hadamard`` after each step, as by three separate
-operators; without, K once, after the rotation, as LayerNorm and RoPE in float32 do together.
+operators; without, once, after the rotation, as LayerNorm and RoPE in float32 do together.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from custom_ops._checks import FLOATS, check_tensor
 from custom_ops._register import Provider, define
 from custom_ops._rows import unit_stride
 from custom_ops.batch_metadata import PAGE
-from custom_ops.fp8_quant import magnitude, quant_fp8_reference, scale_of_magnitude, to_e4m3
+from custom_ops.fp8_quant import magnitude, scale_of_magnitude, to_e4m3
 from custom_ops.hadamard import hadamard_reference, hadamard_rows
 from custom_ops.index_cache import (
     HEAD_DIM,
@@ -32,16 +31,14 @@ ROPE_DIM = 64
 HADAMARD_SCALE = HEAD_DIM**-0.5
 
 
-# Rows and warps of a program without and with the transform, as measured on an H200. Transformed rows pass between
-# threads again and again: fewer warps wait less.
+# Rows and warps of a program without and with the transform, as measured on an H200.
 _K_TILES = ((4, 4), (4, 2))
-_Q_TILES = ((16, 4), (8, 1))
 
 
 # A row is two tiles of 64: the rotated dims and the others. The last stage of the transform, the scale and the stores
 # need no more than the two side by side.
 @triton.jit
-def _finish(
+def finish(
     low: tl.tensor, high: tl.tensor, ROWS: tl.constexpr, HADAMARD: tl.constexpr, dtype: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor]:
     """Round to dtype and transform: what follows the rotation in both K and Q."""
@@ -56,7 +53,7 @@ def _finish(
 
 
 @triton.jit
-def _store_row(
+def store_row(
     low: tl.tensor,
     high: tl.tensor,
     q_row: tl.tensor,
@@ -119,39 +116,10 @@ def _k_prepare_kernel(
         a = a.to(dtype).to(tl.float32)
         b = b.to(dtype).to(tl.float32)
     a, b = rotated(a, b, table_row, mask, 32, 64)
-    low, high = _finish(joined(a, b, ROWS, 32, INTERLEAVED), high, ROWS, HADAMARD, dtype)
+    low, high = finish(joined(a, b, ROWS, 32, INTERLEAVED), high, ROWS, HADAMARD, dtype)
     page, token = slot // 64, slot % 64
     q_row, scale_at = q_pages + page * 8448 + token * 128, scale_pages + page * 2112 + 2048 + token
-    _store_row(low, high, q_row, scale_at, mask, ROUND_SCALE)
-
-
-@triton.jit(do_not_specialize=["num_rows"])
-def _q_prepare_kernel(
-    q: tl.tensor,
-    positions: tl.tensor,
-    table: tl.tensor,
-    q_fp8: tl.tensor,
-    q_scale: tl.tensor,
-    token_stride: tl.tensor,
-    head_stride: tl.tensor,
-    num_rows: tl.tensor,
-    heads: tl.tensor,
-    INTERLEAVED: tl.constexpr,
-    HADAMARD: tl.constexpr,
-    ROUND_SCALE: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
-    mask = row < num_rows
-    token = (row // heads).to(tl.int64)
-    source = q + token * token_stride + (row % heads) * head_stride
-    table_row = table + tl.load(positions + token, mask=mask, other=0) * 64
-    a, b = load_pairs(source, mask, ROWS, 32, 64, INTERLEAVED)
-    high = tl.load(source + 64 + tl.arange(0, 64)[None, :], mask=mask, other=0.0).to(tl.float32)
-    a, b = rotated(a, b, table_row, mask, 32, 64)
-    low, high = _finish(joined(a, b, ROWS, 32, INTERLEAVED), high, ROWS, HADAMARD, q.dtype.element_ty)
-    row = row.to(tl.int64)
-    _store_row(low, high, q_fp8 + row * 128, q_scale + row, mask, ROUND_SCALE)
+    store_row(low, high, q_row, scale_at, mask, ROUND_SCALE)
 
 
 def _check_k(
@@ -236,66 +204,6 @@ def _triton_k(
         )  # fmt: skip
 
 
-def _check_q(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-) -> None:
-    check_tensor("index_q_prepare", "q", q, FLOATS, (None, None, HEAD_DIM))
-    check_positions("index_q_prepare", q, positions, cos_sin_cache, ROPE_DIM)
-
-
-def index_q_prepare_reference(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Plain PyTorch: the specification of ``index_q_prepare``."""
-    q = apply_rope_reference(q, positions, cos_sin_cache, ROPE_DIM, interleaved)
-    if hadamard:
-        q = hadamard_reference(q, HADAMARD_SCALE)
-    return quant_fp8_reference(q, HEAD_DIM, round_scale)
-
-
-def _fake_q(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = q.new_empty((q.shape[0], q.shape[1], 1), dtype=torch.float32)
-    return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), scale
-
-
-def _triton_q(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    q_fp8, q_scale = _fake_q(q, positions, cos_sin_cache, interleaved, hadamard, round_scale)
-    if q.numel():
-        q = unit_stride(q)
-        rows, heads = q.shape[0] * q.shape[1], q.shape[1]
-        block, warps = _Q_TILES[hadamard]
-        _q_prepare_kernel[(triton.cdiv(rows, block),)](
-            q, positions, cos_sin_cache, q_fp8, q_scale, q.stride(0), q.stride(1), rows, heads,
-            INTERLEAVED=interleaved, HADAMARD=hadamard, ROUND_SCALE=round_scale,
-            ROWS=block, num_warps=warps, enable_fp_fusion=False,
-        )  # fmt: skip
-    return q_fp8, q_scale
-
-
 define(
     "index_k_prepare_store(Tensor k, Tensor weight, Tensor? bias, float eps, Tensor positions,"
     " Tensor cos_sin_cache, bool interleaved, bool hadamard, Tensor(a!) cache, Tensor slots,"
@@ -306,23 +214,13 @@ define(
     providers={"triton": Provider(_triton_k)},
     preference=("triton",),
 )
-define(
-    "index_q_prepare(Tensor q, Tensor positions, Tensor cos_sin_cache, bool interleaved, bool hadamard,"
-    " bool round_scale) -> (Tensor, Tensor)",
-    reference=index_q_prepare_reference,
-    fake=_fake_q,
-    check=_check_q,
-    providers={"triton": Provider(_triton_q)},
-    preference=("triton",),
-)
-
-_ROUTES = (
+ROUTES = (
     {"INTERLEAVED": False, "HADAMARD": True, "ROUND_SCALE": True},
     {"INTERLEAVED": True, "HADAMARD": False, "ROUND_SCALE": False},
 )
 
 
-def _sizes(tile: tuple[int, int]) -> dict[str, int]:
+def sizes(tile: tuple[int, int]) -> dict[str, int]:
     return dict(zip(("ROWS", "num_warps"), tile, strict=True))
 
 
@@ -335,20 +233,9 @@ KERNELS = [
                 "q_pages": "*fp8e4nv", "scale_pages": "*fp32", "slots": "*i64", "row_stride": "i32",
                 "num_rows": "i32", "eps": "fp32",
             },
-            {"HAS_BIAS": True, **_sizes(_K_TILES[route["HADAMARD"]]), **route},
+            {"HAS_BIAS": True, **sizes(_K_TILES[route["HADAMARD"]]), **route},
         )
-        for route in _ROUTES
-    ),
-    *(
-        (
-            _q_prepare_kernel,
-            {
-                "q": "*bf16", "positions": "*i64", "table": "*fp32", "q_fp8": "*fp8e4nv", "q_scale": "*fp32",
-                "token_stride": "i32", "head_stride": "i32", "num_rows": "i32", "heads": "i32",
-            },
-            {**_sizes(_Q_TILES[route["HADAMARD"]]), **route},
-        )
-        for route in _ROUTES
+        for route in ROUTES
     ),
 ]  # fmt: skip
 
@@ -378,25 +265,4 @@ def index_k_prepare_store(
     """
     return torch.ops.sparse_pcg.index_k_prepare_store(
         k, weight, bias, eps, positions, cos_sin_cache, interleaved, hadamard, cache, slots, round_scale
-    )
-
-
-def index_q_prepare(
-    q: torch.Tensor,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleaved: bool,
-    hadamard: bool,
-    round_scale: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """RoPE of the first 64 dims, Hadamard if asked for, and quantise: the indexer's query.
-
-    q: [T, H, 128], bfloat16, float16 or float32, any strides; rounded to its dtype after each step.
-    positions, cos_sin_cache, interleaved: as for ``apply_rope`` with rope_dim 64.
-    hadamard: transform with scale 128 ** -0.5. round_scale: as for ``quant_fp8``, one block a head.
-    Returns (q_fp8, q_scale): float8_e4m3fn [T, H, 128] and float32 [T, H, 1], contiguous.
-    Raises ValueError for another dtype, shape or device; positions are checked under ``debug_checks``.
-    """
-    return torch.ops.sparse_pcg.index_q_prepare(
-        q, positions, cos_sin_cache, interleaved, hadamard, round_scale
     )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import functools
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from custom_ops._nvrtc import CudaError, CudaKernel, compile_cuda
-
-logger = logging.getLogger(__name__)
+from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle
 
 _LAYOUT = "PPPPPPqqii"  # struct Arguments
 _BINS = 2048
@@ -79,17 +76,7 @@ def kernel(device: int, tuning: Tuning) -> CudaKernel:
 @functools.cache
 def missing_on(device: int) -> str | None:
     """Why the kernels cannot run on this device, or None; logged once."""
-    if torch.version.cuda is None:
-        return "PyTorch is built without CUDA"
-    major, minor = torch.cuda.get_device_capability(device)
-    if major < 9:
-        return f"it needs compute capability 9.0, the GPU has {major}.{minor}"
-    try:
-        kernel(device, SHORT)
-    except (CudaError, OSError, RuntimeError, AttributeError) as error:
-        logger.warning("top-k: the CUDA kernels cannot be built, Triton serves instead: %s", error)
-        return f"the kernels cannot be built: {error}"
-    return None
+    return obstacle("top-k", device, lambda index: kernel(index, SHORT))
 
 
 def missing() -> str | None:

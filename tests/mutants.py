@@ -108,6 +108,12 @@ MUTANTS = [
          "test_index_prepare.py::test_k_by_hand"),
     _ops("index_prepare.py", "layernorm_reference(k if hadamard else k.float()", "layernorm_reference(k",
          "test_index_prepare.py::test_k_agrees_with_the_single_operators"),
+    # Transformed queries in CUDA C++: the exponent a scale rounds up to, who subtracts, a missing rounding
+    _ops("index_queries.cu", "0x7fffffu - 0x600000u", "0x7fffffu - 0x5fffffu",
+         "test_index_queries_cuda.py::test_equals_the_reference"),
+    _ops("index_queries.cu", "part & lanes ? -1.0f : 1.0f", "1.0f",
+         "test_index_queries_cuda.py::test_equals_the_reference"),
+    _ops("index_queries.cu", "    round_pairs(1, rounded);\n", "", "test_index_queries_cuda.py::test_equals_the_reference"),
     # Latent KV rows: offsets within the packed row, the order of the parts
     _ops("mla_cache.py", "328 + 264 + dim", "328 + 263 + dim",
          "test_mla_cache.py::test_packed_bytes_by_hand"),

@@ -1,0 +1,82 @@
+"""The CUDA C++ kernel of index queries that are transformed (index_queries.cu): compiled at first use, launched."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle
+
+LAYOUT = "PPPPPqqii"  # struct Arguments
+THREADS = 128
+MACROS = (f"-DTHREADS={THREADS}", "-DBLOCKS_PER_SM=8", "--fmad=false")
+_LANES = 4  # threads of a row
+_WIDE = 8  # elements of a load
+
+
+def source() -> str:
+    """index_queries.cu"""
+    return (Path(__file__).parent / "index_queries.cu").read_text()
+
+
+@functools.cache
+def kernel(device: int) -> CudaKernel:
+    """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
+    cubin = compile_cuda(source(), "index_queries.cu", torch.cuda.get_device_capability(device), MACROS)
+    return CudaKernel(cubin, "prepare_queries", device, THREADS, 0, LAYOUT)
+
+
+@functools.cache
+def missing_on(device: int) -> str | None:
+    """Why the kernel cannot run on this device, or None; logged once."""
+    return obstacle("index queries", device, kernel)
+
+
+def missing() -> str | None:
+    """Why the kernel cannot run on the current device, or None."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return missing_on(torch.cuda.current_device())
+
+
+def refuses(
+    q: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    round_scale: bool,
+) -> str | None:
+    """Why the kernel does not serve these arguments, or None."""
+    if q.dtype != torch.bfloat16 or interleaved or not (hadamard and round_scale):
+        return "takes bfloat16, pairs of halves, the transform and rounded scales"
+    strides = (q.stride(0) * (q.shape[0] > 1), q.stride(1) * (q.shape[1] > 1), _WIDE * (q.stride(2) - 1))
+    if strides[2] or any(n % _WIDE for n in strides) or (q.data_ptr() | cos_sin_cache.data_ptr()) % 16:
+        return "takes rows that begin at multiples of 16 bytes, elements side by side"
+    if not q.is_cuda:
+        return "q is not on a CUDA device"
+    return missing_on(q.get_device())
+
+
+def launch(
+    q_fp8: torch.Tensor, q_scale: torch.Tensor, q: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
+) -> None:
+    """Write both results, contiguous, for what ``refuses`` lets through. Raises CudaError if the launch is refused."""
+    rows = q.shape[0] * q.shape[1]
+    if rows:
+        kernel(q.get_device()).launch(
+            -(-rows * _LANES // THREADS),
+            (
+                q.data_ptr(),
+                positions.data_ptr(),
+                cos_sin_cache.data_ptr(),
+                q_fp8.data_ptr(),
+                q_scale.data_ptr(),
+                q.stride(0) // _WIDE,
+                q.stride(1) // _WIDE,
+                rows,
+                q.shape[1],
+            ),
+        )
