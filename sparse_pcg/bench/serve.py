@@ -22,7 +22,8 @@ BUCKETS = (512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 LANES = (1, 4, 8, 16)
 CHUNK = 8192  # new tokens of a batch at most, over all lanes
 OFFSET = 0.03  # seconds from a lane's first token to its next request
-ALONE, TOGETHER, LEAST = 16, 24, 3  # requests of a single lane, of several lanes in all, and of each of them at least
+# Requests of a single lane, of several lanes in all, and of each of them at least; of long prompts half as many.
+ALONE, TOGETHER, LEAST = 16, 24, 3
 
 
 @dataclass
@@ -132,7 +133,8 @@ def _summary(runs: list[list[float]]) -> dict[str, Any]:
 
 def _loop(world: World, mode: str, cached: RequestPages, new: int, lanes: int, each: int | None = None) -> list[float]:
     """Serve until every lane has had its requests; seconds to the first token of each."""
-    each = each or (ALONE if lanes == 1 else max(LEAST, TOGETHER // lanes))
+    share = 2 if 2 * new >= CHUNK else 1
+    each = each or max(LEAST, (ALONE if lanes == 1 else TOGETHER // lanes) // share)
     left = [each] * lanes
     prefix = cached.num_tokens // PAGE * PAGE
     seeds = torch.empty(lanes, world.config.index_topk, dtype=torch.int32, device=world.runner.device)

@@ -1,9 +1,10 @@
 """The prefill benches of one rank, of target and draft, in one process: what ``prefill_bench.sh`` runs.
 
-``rows`` writes h200-ttft[-NAME].json and .png into OUT: rows of ``bench ttft``. With ``--lanes`` h200-serve.json and
-.png come of the same graphs, after the first rows. What has been measured is in the JSON files at any time.
-``warm-sparse`` and ``warm-engine`` only fill the compile cache beside it, from a model of the same pieces with fewer
-layers. Under torchrun the processes share the whole model, and the files are called h200x2-ttft-tp2[-NAME].
+``rows`` writes h200-ttft[-NAME].json and .png into OUT: rows of ``bench ttft``. With ``--lanes`` h200-serve[-NAME].json
+and .png come of the same graphs, after the first rows, of the classes of prompts in ``--served``. What has been measured
+is in the JSON files at any time. ``warm-sparse`` and ``warm-engine`` only fill the compile cache beside it, from a model
+of the same pieces with fewer layers. Under torchrun the processes share the whole model, and the files are called
+h200x2-ttft-tp2[-NAME].
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from sparse_pcg.launch import is_first, launched, processes
 from sparse_pcg.models import Rank
 
 ROWS = "0+512,0+1024,32768+1024,0+2048,131072+1024,0+8192,32768+4096,131072+4096"  # those that say most come first
-SERVED = 1024  # new tokens of a class that is served at most
+SERVED = "0+512,0+1024,32768+1024,131072+1024"
 MODES = ("engine-cuts", "sparse_pcg-short")
 TURNS, PATIENCE = 11, 6.0  # of a row, and seconds after which it takes no further turns
 BEGAN = time.perf_counter()
@@ -45,6 +46,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after which no further row begins")
     parser.add_argument("--lanes", type=int, nargs="*", default=())
+    parser.add_argument("--served", default=SERVED, help="classes of prompts, among the rows")
     parser.add_argument("--compiler", default="inductor")
     parser.add_argument("--name", default="")
     return parser.parse_args(words)
@@ -62,7 +64,7 @@ def measure(args: argparse.Namespace, rank: Rank) -> None:
     rows = parse_rows(args.rows)
     sizes = tuple(sorted({*args.sizes, *(new for _, new in rows)}))
     longest = max(prefix + new for prefix, new in rows)
-    served = [row for row in rows if row[1] <= SERVED] if args.lanes else []
+    served = parse_rows(args.served) if args.lanes else []
     pages = max(-(-longest // PAGE) + 2, pages_needed(served, args.lanes) if served else 0)
     model = (args.model, args.layers, args.experts, longest)
     config = rank_config(*model) if processes() == 1 else shared_config(*model, processes())
@@ -90,8 +92,9 @@ def measure(args: argparse.Namespace, rank: Rank) -> None:
     measure_rows(world, result, rows[:FIRST], *turns)
     if served:
         lanes = {"bench": "serve", **top}
-        serve_classes(world, lanes, served, args.lanes, MODES, 2, args.out / "h200-serve.json")
-        plot(lanes, args.out / "h200-serve.png")
+        under_load = "h200-serve" + (f"-{args.name}" if args.name else "")
+        serve_classes(world, lanes, served, args.lanes, MODES, 2, args.out / f"{under_load}.json")
+        plot(lanes, args.out / f"{under_load}.png")
         log("serve done")
     measure_rows(world, result, rows[FIRST:], *turns)
     if is_first() and result["rows"]:
