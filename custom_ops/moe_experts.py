@@ -2,8 +2,8 @@
 
 Four kernels. ``_plan_kernel`` orders the choices by expert, rows ascending. Two GEMMs run over blocks of BM rows of
 one expert each: x [T, hidden] through [gate; up] [2 * inter, hidden], then the activations through down
-[hidden, inter], weighted. ``_sum_kernel`` adds a row's choices in the order they are given in. Grids are bounded by
-shapes; the blocks that the routing leaves empty end at once.
+[hidden, inter], weighted. ``_sum_kernel`` adds a row's choices in the order of their experts. Grids are bounded by
+shapes; the blocks that the routing leaves empty end at once. A few rows take two kernels instead (moe_few_rows.py).
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ import triton.language as tl
 from custom_ops._checks import FLOATS, check_range, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops._rows import next_power_of_two
+from custom_ops.moe_few_rows import ROWS as FEW_ROWS
+from custom_ops.moe_few_rows import launch_few
 
 _PLAN_BLOCK = 4096
 _SUM_BLOCK = 1024
+_FEW_EXPERTS = 32  # that take turns
 
 
 @triton.jit(do_not_specialize=["choices"])
@@ -154,10 +157,15 @@ def _sum_kernel(
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.arange(0, TOP_P2)
     # What no expert of these has written is left as it is in memory.
-    here = tl.load(ids + row * TOP + slot, mask=slot < TOP, other=EXPERTS) < EXPERTS
-    mask = here[:, None] & (column < HIDDEN)[None, :]
-    values = tl.load(per_choice + (row * TOP + slot)[:, None] * HIDDEN + column[None, :], mask=mask, other=0.0)
-    total = tl.sum(values.to(tl.float32), 0)
+    chosen = tl.load(ids + row * TOP + slot, mask=slot < TOP, other=EXPERTS)
+    total = tl.zeros((BLOCK,), tl.float32)
+    expert = tl.min(chosen)
+    for _ in tl.static_range(TOP):
+        there = column < tl.where(expert < EXPERTS, HIDDEN, 0)
+        place = row * TOP + tl.sum(tl.where(chosen == expert, slot, 0))
+        values = tl.load(per_choice + place * HIDDEN + column, mask=there, other=0.0)
+        total = tl.where(there, total + values.to(tl.float32), total)
+        expert = tl.min(tl.where(chosen > expert, chosen, EXPERTS))
     tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
 
 
@@ -289,6 +297,8 @@ def _triton(
     ids: torch.Tensor,
     num_experts: int,
 ) -> torch.Tensor:
+    if len(x) <= FEW_ROWS and len(gate_up) <= _FEW_EXPERTS:
+        return launch_few(x, gate_up, down, weights, ids)
     tiles = tiles_for(ids.numel() / num_experts, down.shape[2])
     return launch(x, gate_up, down, weights, ids, tiles)
 

@@ -5,10 +5,11 @@ import importlib
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import example, given
+from hypothesis import example, given, settings
 
 from custom_ops import debug_checks
 from custom_ops.moe_experts import Tiles, launch, tiles_for
+from custom_ops.moe_few_rows import ROWS, launch_few
 from tests.custom_ops import strategies as s
 from tests.custom_ops.opcheck import opcheck
 
@@ -72,9 +73,12 @@ def tensors(args: dict) -> tuple:
     return tuple(args.values())[:5]
 
 
-@pytest.mark.parametrize("provider", PROVIDERS)
-def test_by_hand(provider: str) -> None:
+@pytest.mark.parametrize("provider", [*PROVIDERS, "triton for many"])
+def test_by_hand(provider: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two experts of one column; the sigmoid of 64 is 1 and that of -128 is 0."""
+    if provider == "triton for many":
+        provider = "triton"
+        monkeypatch.setattr(FAMILY, "FEW_ROWS", 0)
     tensor = lambda values, dtype=torch.bfloat16: torch.tensor(values, dtype=dtype, device=s.DEVICE)  # noqa: E731
     args = {
         "x": tensor([[1.0, 2.0], [1.0, -1.0], [-2.0, 5.0]]),
@@ -156,6 +160,36 @@ def test_rows_are_independent(tiles: Tiles) -> None:
     for end in (1, 2, 17):
         part = {name: value[:end] if name in ("x", "weights", "ids") else value for name, value in args.items()}
         s.assert_bitwise(launch(*tensors(part), tiles)[:3], clean[: min(end, 3)])
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.sampled_from((1, 2, 7, ROWS)),
+    experts=st.sampled_from((1, 3, 8)),
+    top=st.sampled_from((1, 2, 3)),
+    sizes=st.sampled_from(((48, 24), (130, 40), (16, 70))),
+    absent=st.sampled_from((0, 2, 9)),
+    dtype=st.sampled_from((torch.bfloat16, torch.float16)),
+    seed=s.seeds,
+)
+def test_few_rows_have_the_bits_of_many(
+    rows: int, experts: int, top: int, sizes: tuple, absent: int, dtype: torch.dtype, seed: int
+) -> None:
+    args = arguments(rows, experts, min(top, experts + absent), *sizes, dtype, seed, absent)
+    few = launch_few(*tensors(args))
+    s.assert_bitwise(few, launch(*tensors(args), Tiles(ROWS, 64, 64, 128, 4)))
+    args["x"][rows // 2] = torch.nan
+    others = [i for i in range(rows) if i != rows // 2]
+    s.assert_bitwise(launch_few(*tensors(args))[others], few[others])
+
+
+def test_few_rows_are_those_that_one_tile_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    monkeypatch.setattr(FAMILY, "launch_few", lambda *args: taken.append(len(args[0])) or args[0])
+    for rows in (1, ROWS, ROWS + 1):
+        s.call("moe_experts", "triton", arguments(rows))
+    s.call("moe_experts", "triton", arguments(1, experts=33))
+    assert taken == [1, ROWS]
 
 
 def test_an_expert_that_overflows_on_a_row_it_does_not_serve_is_harmless() -> None:
