@@ -19,32 +19,15 @@ from typing import Any
 
 import torch
 
+from custom_ops._driver import INVALID_CONTEXT, CudaError, check, driver
+
 logger = logging.getLogger(__name__)
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-_INVALID_CONTEXT = 201
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number; one CUlaunchAttribute.
 _CONFIG = struct.Struct("@7I4xPPI4x")
 _ATTRIBUTE = struct.Struct("@I4x3I52x")
-
-
-class CudaError(RuntimeError):
-    """The driver or the compiler refused; the message says what it said."""
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
-    return driver
-
-
-def _check(code: int) -> None:
-    if code:
-        said = ctypes.c_char_p()
-        _driver().cuGetErrorString(code, ctypes.byref(said))
-        raise CudaError(f"CUDA error {code}: {(said.value or b'unknown').decode()}")
 
 
 @functools.cache
@@ -123,22 +106,22 @@ class CudaKernel:
     """
 
     def __init__(self, cubin: bytes, name: str, device: int, threads: int, shared: int, layout: str) -> None:
-        driver = _driver()
+        cuda = driver()
         library, self._kernel, handle = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_int()
-        _check(driver.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0))
-        _check(driver.cuLibraryGetKernel(ctypes.byref(self._kernel), library, name.encode()))
-        _check(driver.cuDeviceGet(ctypes.byref(handle), device))
-        _check(driver.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, self._kernel, handle))
+        check(cuda.cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0))
+        check(cuda.cuLibraryGetKernel(ctypes.byref(self._kernel), library, name.encode()))
+        check(cuda.cuDeviceGet(ctypes.byref(handle), device))
+        check(cuda.cuKernelSetAttribute(_MAX_DYNAMIC_SHARED, shared, self._kernel, handle))
         with torch.cuda.device(device):
             if not torch.cuda.is_current_stream_capturing():
                 torch.cuda.current_stream().synchronize()  # there is a context; the kernel is loaded into it now
             function = ctypes.c_void_p()
-            _check(driver.cuKernelGetFunction(ctypes.byref(function), self._kernel))
+            check(cuda.cuKernelGetFunction(ctypes.byref(function), self._kernel))
         self._layout = struct.Struct("@" + layout)
         self._record = _Record(self._layout.size)
         self._address = self._kernel.value
         self._device, self._threads, self._shared = device, threads, shared
-        self._call = driver.cuLaunchKernelEx
+        self._call = cuda.cuLaunchKernelEx
 
     def launch(self, blocks: int, arguments: Sequence[Any], cluster: int = 1) -> None:
         """Launch on the device's current stream; ``cluster`` divides ``blocks``. Raises CudaError."""
@@ -156,10 +139,10 @@ class CudaKernel:
         )  # fmt: skip
         config, parameters = record.addresses
         code = self._call(config, self._address, parameters, None)
-        if code == _INVALID_CONTEXT:  # a thread that has not used CUDA yet
+        if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
             torch.cuda.set_device(self._device)
             code = self._call(config, self._address, parameters, None)
-        _check(code)
+        check(code)
 
 
 def obstacle(what: str, device: int, build: Callable[[int], object]) -> str | None:

@@ -20,9 +20,11 @@ from .analysis import source_line
 from .collectives import Ranks, Together, group_of, together
 from .counters import COUNTS
 from .errors import CaptureError, note
+from .graph_launch import Flat
 from .graphs import GraphDevice
 from .handed_objects import HandedObjects
 from .memory import Pool, StableOutputs, storage_ptr
+from .op_body import past_dispatcher
 from .split import CUT, HOST, LIVE, PIECE
 
 
@@ -161,6 +163,7 @@ class Plan:
         self.failure: CaptureError | None = None
         self.owner: Any = None  # what keeps the memory of a recorded plan
         self.ranks: Ranks | None = None  # that replay it together
+        self._flat: Flat | None = None
 
     def replay(self) -> None:
         """Run all steps, without autograd whatever mode the caller is in."""
@@ -177,19 +180,15 @@ class Plan:
         COUNTS.replays += 1
 
     def _replay(self) -> None:
-        step: Callable[[], Any] | None = None
-        try:
-            # What a cut body calls has nothing to record for autograd: its dispatch keys are a cost only.
-            with torch._C._AutoDispatchBelowAutograd():
-                if Plan.observer is not None:
-                    Plan.observer(self)
-                else:
-                    for step in self.steps:
-                        step()
-        except Exception as error:
-            if step is not None:
-                note(error, f"while replaying {self.labels[self.steps.index(step)]}")
-            raise
+        # What a cut body calls has nothing to record for autograd: its dispatch keys are a cost only.
+        with torch._C._AutoDispatchBelowAutograd():
+            if Plan.observer is not None:
+                Plan.observer(self)
+                return
+            flat = self._flat
+            if flat is None or not flat.settled or flat.steps is not self.steps:
+                flat = self._flat = Flat(self.steps, self.labels)
+            flat.run()
 
     @property
     def outputs(self) -> list[Any]:
@@ -198,6 +197,7 @@ class Plan:
 
     def add(self, step: Callable[[], Any], label: str, kind: str = LIVE) -> None:
         """Append a step: its description for error messages, and "piece", "cut" or "live"."""
+        self._flat = None
         self.steps.append(step)
         self.labels.append(label)
         self.kinds.append(kind)
@@ -205,6 +205,7 @@ class Plan:
     def clear(self) -> None:
         """Drop all steps, and with them the graphs."""
         self.steps, self.labels, self.kinds = [], [], []
+        self._flat = None
 
 
 class _LiveStep:
@@ -217,6 +218,7 @@ class _LiveStep:
         args, kwargs = step.bind(values)
         result = step.run(*args, **kwargs)
         self._store_moving(result)
+        self._run = past_dispatcher(step.run, args, kwargs)
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         fixed = self._parts(result)
         self.stable = StableOutputs(fixed, tensors, pool)
@@ -232,7 +234,7 @@ class _LiveStep:
 
     def __call__(self) -> None:
         args, kwargs = self.step.bind(self.values)
-        result = self.step.run(*args, **kwargs)
+        result = self._run(*args, **kwargs)
         self._store_moving(result)
         self.stable.copy_from(self._parts(result))
 
@@ -345,7 +347,7 @@ class _Recording:
             step.store(StableOutputs(result, args, self.pool).tensors, self.values)
         elif step.kind == CUT and not step.outputs and not moving:
             step.run(*args, **kwargs)
-            plan.add(partial(step.run, *args, **kwargs), where, CUT)
+            plan.add(partial(past_dispatcher(step.run, args, kwargs), *args, **kwargs), where, CUT)
             plan.cuts += 1
         else:
             live = _LiveStep(step, self.values, self.program.dynamic, self.pool)

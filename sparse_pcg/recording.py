@@ -7,6 +7,7 @@ the cut bodies it called, on the tensors of that run.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from .counters import COUNTS, LIVE
 from .errors import CaptureError, FrozenError
 from .graphs import CudaDevice, GraphDevice, device_for, type_and_message
 from .memory import Pool, StableOutputs
+from .op_body import past_dispatcher
 from .options import Options
 from .plan import Plan
 from .rewrite import cut_overloads
@@ -105,14 +107,15 @@ class _Recorder(TorchDispatchMode):
         op = op_of(func)
         body = op.body if op is not None else func
         result = body(*args, **kwargs)
+        again = partial(past_dispatcher(body, args, kwargs), *args, **kwargs)
         leaves, spec = pytree.tree_flatten(result)
         tensors = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Tensor)]
         if leaves:
             stable = StableOutputs(leaves, tensors, self.pool)
-            self.plan.add(lambda: stable.copy_from(pytree.tree_leaves(body(*args, **kwargs))), f"cut {func}", CUT)
+            self.plan.add(lambda: stable.copy_from(pytree.tree_leaves(again())), f"cut {func}", CUT)
             result = pytree.tree_unflatten(stable.tensors, spec)
         else:
-            self.plan.add(lambda: body(*args, **kwargs), f"cut {func}", CUT)
+            self.plan.add(again, f"cut {func}", CUT)
         self.plan.cuts += 1
         self.begin_piece()
         return result

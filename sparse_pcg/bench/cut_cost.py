@@ -175,7 +175,7 @@ def _hand_written(program: Program, inputs: list[Any]) -> tuple[Callable[[], Non
         else:
             assert step.kind == CUT and pairs
             step.run(*args, **kwargs)
-            pairs[-1] = (pairs[-1][0], step.run, args[0])
+            pairs[-1] = (pairs[-1][0], _touch, args[0])
 
     def loop() -> None:
         for graph, body, x in pairs:
