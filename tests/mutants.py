@@ -113,7 +113,8 @@ MUTANTS = [
          "test_index_queries_cuda.py::test_equals_the_reference"),
     _ops("index_queries.cu", "part & lanes ? -1.0f : 1.0f", "1.0f",
          "test_index_queries_cuda.py::test_equals_the_reference"),
-    _ops("index_queries.cu", "    round_pairs(1, rounded);\n", "", "test_index_queries_cuda.py::test_equals_the_reference"),
+    _ops("index_queries.cu", "    round_pairs(1, rounded);\n", "",
+         "test_index_queries_cuda.py::test_equals_the_reference"),
     # Latent KV rows: offsets within the packed row, the order of the parts
     _ops("mla_cache.py", "328 + 264 + dim", "328 + 263 + dim",
          "test_mla_cache.py::test_packed_bytes_by_hand"),
