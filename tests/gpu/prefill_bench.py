@@ -1,10 +1,10 @@
 """The prefill benches of one rank, of target and draft, in one process: what ``prefill_bench.sh`` runs.
 
 ``rows`` writes h200-ttft[-NAME].json and .png into OUT: rows of ``bench ttft``. With ``--lanes`` h200-serve[-NAME].json
-and .png come of the same graphs, after the first rows, of the classes of prompts in ``--served``. What has been measured
-is in the JSON files at any time. ``warm-sparse`` and ``warm-engine`` only fill the compile cache beside it, from a model
-of the same pieces with fewer layers. Under torchrun the processes share the whole model, and the files are called
-h200x2-ttft-tp2[-NAME].
+and .png come of the same graphs, after the first rows, of the classes of prompts in ``--served``. What has been
+measured is in the JSON files at any time. ``warm-sparse`` and ``warm-engine`` only fill the compile cache beside it,
+from a model of the same pieces with fewer layers. Under torchrun the processes share the whole model, and the files
+are called h200x2-ttft-tp2[-NAME].
 """
 
 from __future__ import annotations
