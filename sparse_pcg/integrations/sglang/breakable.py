@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
 from .deployment import Serving
+from .draft import Draft, write_seed
 from .recording import CUT
 from .segments import RecordedPrefill, record_prefill
 from .variants import Variants, forward_as
@@ -49,6 +50,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         self.serving = serving
         self._runner = cuda_graph_runner
         self.variants = Variants(cuda_graph_runner, serving)
+        self.draft = Draft(cuda_graph_runner) if serving.draft else None
         self._forward_fns: dict[int, Callable[[], Any]] = {}
         self._body_forward: Any = None
         self._kept: list[Any] = []
@@ -70,7 +72,8 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         """Warm up as SGLang does, then record the variants. ``capture_inputs`` are only kept alive."""
         size = shape_key.size
         if not self.serving.serves(size):
-            return super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
+            with self._selection_kept(size, CUT):
+                return super().capture_one(shape_key, forward_fn, capture_inputs, post_warmup_hook)
         for _ in range(2):
             warm = self._settled(forward_fn)
             if post_warmup_hook is not None:
@@ -82,9 +85,12 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         for variant in self.variants.wanted:
             with self.variants.static_metadata(variant, size):
                 self._settled(forward_fn)  # what only this variant launches warms up uncaptured
-                with record_prefill(
-                    variant, pool=self._pool, stream=self._capture_stream, barrier=self._tp_group.barrier
-                ) as recorded[variant]:
+                with (
+                    self._selection_kept(size, variant),
+                    record_prefill(
+                        variant, pool=self._pool, stream=self._capture_stream, barrier=self._tp_group.barrier
+                    ) as recorded[variant],
+                ):
                     rows = self._write_output(forward_fn(), size)
         self.variants.graphs[size] = recorded
         self._graphs[shape_key] = recorded[CUT]
@@ -92,6 +98,9 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         self._forward_fns[size], self._body_forward = forward_fn, self._runner.layer_model.forward
         self._kept.append(capture_inputs)
         return None
+
+    def _selection_kept(self, size: int, variant: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.draft is None else self.draft.captured(size, variant)
 
     def _settled(self, forward_fn: Callable[[], Any]) -> Any:
         self._device_module.synchronize()
@@ -104,24 +113,36 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         return rows
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
-        """Replay the variant chosen for the batch."""
-        size = shape_key.size
-        if size not in self.variants.graphs:
-            return super().replay(shape_key, static_forward_batch, **kwargs)
-        graph = self.variants.graph(size)
-        if self.serving.uncaptured:
-            # The same kernels on the same buffers, launched one by one: what a replay must equal bitwise.
-            body = self._runner.layer_model
-            with (
-                self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
-                self.serving.keeping_context(),
-                forward_as(body, self._body_forward),  # which is this ``replay`` while SGLang replays
-                _experts_in_order(body),
-            ):
-                self._write_output(self._forward_fns[size](), size)
+        """Replay the variant chosen for the batch; a draft's seed is written after it."""
+        size, draft = shape_key.size, self.draft
+        served = size in self.variants.graphs
+        if served and self.serving.uncaptured:
+            selection = self._run_uncaptured(size, static_forward_batch)
         else:
-            graph.replay()
+            if served:
+                self.variants.graph(size).replay()
+            else:
+                super().replay(shape_key, static_forward_batch, **kwargs)
+            selection = None if draft is None else draft.selections[size, self.variants.chosen]
+        if draft is not None:
+            write_seed(static_forward_batch, selection)
         return self._outputs[shape_key]
+
+    def _run_uncaptured(self, size: int, static_forward_batch: Any) -> Any:
+        """The same kernels on the same buffers, launched one by one: what a replay must equal bitwise.
+
+        Gives a draft's selection.
+        """
+        body = self._runner.layer_model
+        with (
+            self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
+            self.serving.keeping_context(),
+            forward_as(body, self._body_forward),  # which is this ``replay`` while SGLang replays
+            _experts_in_order(body),
+            nullcontext([None]) if self.draft is None else self.draft.selection() as found,
+        ):
+            self._write_output(self._forward_fns[size](), size)
+        return found[-1]
 
     def cleanup(self) -> None:
         """Drop every graph."""

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 
 from sparse_pcg.counters import COUNTS
-from sparse_pcg.gates import ATTENTION, FEATURES, INDEXER, SHORT, Deployment, decide
+from sparse_pcg.gates import ATTENTION, DRAFT, FEATURES, INDEXER, SHORT, Deployment, decide
 from sparse_pcg.options import Options
 
 from . import LAST, release_of
+from .draft import is_one_layer_view
 from .rows import Rows
 
 logger = logging.getLogger("sparse_pcg")
@@ -73,8 +74,8 @@ def _objections(model_runner: Any) -> Iterator[str]:
     if type(backend).__name__ != "DeepseekSparseAttnBackend":
         yield f"the attention backend is {type(backend).__name__}, not sparse attention"
         return
-    if getattr(model_runner, "is_draft_worker", False):
-        yield "the draft model's prefill"
+    if getattr(model_runner, "is_draft_worker", False) and not is_one_layer_view(model_runner):
+        yield "the prefill of a draft that is no NextN layer"
     if argument(model_runner.server_args, "enable_return_indexer_topk"):
         yield "selections returned to the client"
     if os.environ.get("SGLANG_DSA_TOPK_BROADCAST", "0").lower() in ("1", "true", "yes"):
@@ -94,14 +95,25 @@ def _reasons(model_runner: Any) -> dict[str, str]:
     if own:
         return dict.fromkeys(FEATURES, own)
     gates = decide(deployment_of(model_runner), Options(), torch.device(model_runner.attn_backend.device))
-    return {gate.feature: gate.reason for gate in gates if not gate.on}
+    reasons = {gate.feature: gate.reason for gate in gates if not gate.on}
+    if getattr(model_runner, "is_draft_worker", False):
+        own = reasons.get(DRAFT, reasons.get(ATTENTION, ""))
+        return dict.fromkeys(FEATURES, own) if own else reasons
+    return reasons
+
+
+def draft_refusal(model_runner: Any) -> str:
+    """Why a NextN draft's prefill is not captured; empty where it is."""
+    if argument(model_runner.server_args, "debug_cuda_graph", False):
+        return "debug_cuda_graph"
+    return _reasons(model_runner).get(DRAFT, "")
 
 
 class Serving:
     """One prefill runner's answers.
 
     attention, indexer, short: captured or not. reasons: feature (``sparse_pcg.gates``) -> why not.
-    floor: the smallest bucket captured.
+    floor: the smallest bucket captured. draft: whether the runner is that of a NextN draft.
     """
 
     def __init__(self, cuda_graph_runner: Any, release: str) -> None:
@@ -119,6 +131,7 @@ class Serving:
         spec = getattr(model_runner, "spec_algorithm", None)
         speculative = spec is not None and not spec.is_none()
         self.needs_metadata = speculative or (release_of(release) or LAST) > (0, 5, 19)
+        self.draft = is_one_layer_view(model_runner)
         self.uncaptured = os.environ.get("SPARSE_PCG_SGLANG_UNCAPTURED", "0") == "1"
         self.floor = 0
         self._said: set[tuple[int, str]] = set()
@@ -168,6 +181,8 @@ class Serving:
 
     def report(self, flag: str, plans: Mapping[int, Any], short: int) -> None:
         """One line: what is captured, with how many cuts, and what is not and why."""
+        if self.draft:
+            flag += " draft"
         if not plans:
             logger.info(
                 "sparse_pcg: SGLang %s %s: SGLang's own graphs; %s",

@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from sparse_pcg.gates import ATTENTION as ATTENTION_GATE
 
+from .draft import capture_draft, is_one_layer_view
 from .recording import captured_attention, captured_indexer, cut_selection, select_everything, skips_logits
 
 logger = logging.getLogger("sparse_pcg")
@@ -17,6 +19,7 @@ _SRT = "sglang.srt"
 CHOICE = f"{_SRT}.model_executor.runner_backend.utils.resolve_prefill_backend"
 _MLA = f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
 _INDEXER = f"{_SRT}.layers.attention.dsa.dsa_indexer"
+_SETUP = f"{_SRT}.model_executor.model_runner_components.cuda_graph_setup"
 
 # Breaks that run attention over a selection, by the names of the releases that have them.
 ATTENTION = (
@@ -48,9 +51,11 @@ def choose_backend(release: str, original: Callable[..., Any], cuda_graph_runner
     except Exception:
         logger.exception("sparse_pcg: SGLang %s %s: cannot serve, SGLang's own graphs are used", release, flag)
         make = None
-    if make is None:
-        return original(cuda_graph_runner)
-    return make()
+    if make is not None:
+        return make()
+    if is_one_layer_view(cuda_graph_runner.model_runner):
+        raise RuntimeError("SGLang's own graphs of a NextN draft would leave its seed unwritten")
+    return original(cuda_graph_runner)
 
 
 def _flag(cuda_graph_runner: Any) -> str | None:
@@ -68,7 +73,7 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
     args = cuda_graph_runner.model_runner.server_args
     serving = Serving(cuda_graph_runner, release)
     if flag == "tc_piecewise":
-        install()
+        install(release)
         from .piecewise import SparsePCGPiecewiseBackend
 
         return lambda: SparsePCGPiecewiseBackend(cuda_graph_runner, serving)
@@ -80,7 +85,7 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
     if not serving.attention or argument(args, "debug_cuda_graph", False):
         serving.report(flag, {}, 0)
         return None
-    install()
+    install(release)
     from .breakable import SparsePCGBreakableBackend
 
     return lambda: SparsePCGBreakableBackend(
@@ -107,8 +112,8 @@ class _Bound:
 _installed = False
 
 
-def install() -> None:
-    """Hook the breaks and the indexer of the installed release, once."""
+def install(release: str) -> None:
+    """Hook the breaks and the indexer of the installed release, and its capture of a draft, once."""
     global _installed
     if _installed:
         return
@@ -133,6 +138,10 @@ def install() -> None:
     }.items():
         if hasattr(indexer, method):
             HookRegistry.register(f"{_INDEXER}.Indexer.{method}", hook, HookType.AROUND)
+    # A server captures its draft after its target, whose backend is being chosen.
+    with suppress(ImportError):  # releases before, whose breakable graphs serve no sparse attention
+        importlib.import_module(_SETUP)
+        HookRegistry.register(f"{_SETUP}.capture_prefill_graph", capture_draft(release), HookType.AROUND)
     HookRegistry.apply_hooks()
 
 

@@ -173,19 +173,19 @@ def patch_kernels() -> None:
     backend.is_cuda = lambda: False
     runtime = srt("runtime_context")
     if hasattr(runtime, "_build_config_bags"):  # releases that read arguments from published namespaces
-        bags = runtime._build_config_bags(srt("server_args").ServerArgs(model_path="none"))
-        bags["exec"].graph._set("cuda_graph_config", GRAPH_CONFIG)
-        object.__setattr__(runtime._CONTEXT, "_config_bags", bags)
+        runtime._CONTEXT.set_server_args(srt("server_args").ServerArgs(model_path="none"))
+        runtime._CONTEXT._config_bags["exec"].graph._set("cuda_graph_config", GRAPH_CONFIG)
     runtime.get_parallel()._overrides.update(
         attn_cp_size=1, attn_cp_rank=0, attn_dp_rank=0, tp_rank=0, tp_size=1, dcp_enabled=False, dcp_size=1,
-        tp_group=SimpleNamespace(barrier=lambda: None),
+        tp_group=SimpleNamespace(barrier=lambda: None), attn_tp_size=1, attn_tp_rank=0, pp_size=1, attn_dp_size=1,
+        num_dp_ranks=1, moe_ep_size=1, moe_ep_rank=0, moe_tp_size=1, moe_dp_size=1, attn_dcp_size=1,
     )  # fmt: skip
 
 
 class OnDevice(torch.Tensor):
     """The indexer asks which GPU its queries are on."""
 
-    device = property(lambda self: SimpleNamespace(index=0, type="cpu"))  # type: ignore[assignment]
+    device = property(lambda self: torch.device("cpu", 0))  # type: ignore[assignment]
 
 
 def _ask_on_device(cls: Any) -> None:
@@ -224,7 +224,7 @@ def make_indexer(layer_id: int) -> Any:
     own.is_torch_compile = False
     own.hidden_size, own.n_heads, own.head_dim, own.rope_head_dim = HIDDEN, INDEX_HEADS, INDEX_DIM, ROPE
     own.index_topk, own.layer_id, own.use_dsa_indexer_fusion = TOPK, layer_id, True
-    own.use_aiter_fused_fp8_writer = False
+    own.use_aiter_fused_fp8_writer = own.use_gfx950_fused_indexer = False
     own.alt_stream, own.dsa_enable_prefill_cp, own.logits_with_pp_recv = None, False, False
     own.softmax_scale, own.num_init_tokens, own.num_local_tokens, own.block_size = 1.0, 0, 0, 128
     own.wq_b, own.wk_weights_proj = Linear(Q_LORA, INDEX_HEADS * INDEX_DIM), Linear(HIDDEN, INDEX_DIM + INDEX_HEADS)

@@ -126,10 +126,10 @@ def test_attention_backends_that_rule_capture_out(change: dict[str, Any], reason
     assert reason in _serving(runner).reasons[ATTENTION]
 
 
-def test_a_draft_model_is_left_to_sglang() -> None:
+def test_a_draft_that_is_no_nextn_layer_is_left_to_sglang() -> None:
     runner = host.Runner(make_body(), None, FLAGS[0], None)
     runner.model_runner.is_draft_worker = True
-    assert "draft" in _serving(runner).reasons[ATTENTION]
+    assert "no NextN layer" in _serving(runner).reasons[ATTENTION]
 
 
 def test_pipeline_stages_rule_only_the_draft_out() -> None:
