@@ -22,7 +22,7 @@ _WARPS, _STAGES = 4, 3
 def _choices(
     ids: tl.tensor, rows: tl.tensor, ROWS: tl.constexpr, TOP: tl.constexpr, TOP_P2: tl.constexpr
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """[ROWS, TOP_P2]: the experts that the rows choose, -1 for none; where their weights lie, which of them are there."""
+    """[ROWS, TOP_P2]: the experts that the rows choose, -1 for none; where their weights lie; which are there."""
     row, slot = tl.arange(0, ROWS)[:, None], tl.arange(0, TOP_P2)[None, :]
     here = (row < rows) & (slot < TOP)
     place = row * TOP + slot
@@ -44,7 +44,7 @@ def _gate_up_kernel(
     BN: tl.constexpr,
     BK: tl.constexpr,
 ) -> None:
-    """out [experts, BM, INTER]: what an expert's first half makes of the rows that choose it; others are not written."""
+    """out [experts, BM, INTER]: what an expert's first half makes of the rows that choose it; no others are written."""
     expert = tl.program_id(1)
     chosen, _, _ = _choices(ids, rows, BM, TOP, TOP_P2)
     mask = tl.max((chosen == expert).to(tl.int32), 1) > 0
