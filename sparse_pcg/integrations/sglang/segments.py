@@ -16,7 +16,9 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 
 from sparse_pcg.counters import COUNTS, LIVE
 from sparse_pcg.errors import CaptureError
+from sparse_pcg.graph_launch import GraphLaunch
 from sparse_pcg.plan import Plan
+from sparse_pcg.split import CUT, PIECE
 
 _EMPTY = "The CUDA Graph is empty"
 
@@ -29,7 +31,7 @@ class _Breaks(list):  # type: ignore[type-arg]
         self._plan = plan
 
     def append(self, call: Callable[[], Any]) -> None:
-        self._plan.add(call, f"cut {self._plan.cuts}")
+        self._plan.add(call, f"cut {self._plan.cuts}", CUT)
         self._plan.cuts += 1
 
 
@@ -49,7 +51,7 @@ class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
         else:
             if needs_instantiate:
                 graph.instantiate()
-            self.plan.add(graph.replay, f"piece {self.plan.captures}")
+            self.plan.add(GraphLaunch(graph, _device()), f"piece {self.plan.captures}", PIECE)
             self.plan.captures += 1
         self._said.clear()
 
@@ -78,7 +80,8 @@ class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
 
     def drop(self) -> None:
         """Give the graphs back; it cannot be replayed any more."""
-        self.plan.steps, self.plan.labels = [_dropped], ["a dropped plan"]
+        self.plan.clear()
+        self.plan.add(_dropped, "a dropped plan")
         self._idle.clear()
         LIVE.discard(self)
 
@@ -102,6 +105,10 @@ def _capture(recorded: RecordedPrefill, pool: Any, stream: Any, barrier: Callabl
 def _device_module() -> Any:
     get = getattr(sglang_graphs, "get_device_module", None)
     return torch.cuda if get is None else get()
+
+
+def _device() -> int:
+    return torch.cuda.current_device() if torch.cuda.is_available() else -1
 
 
 def _dropped() -> None:
