@@ -95,18 +95,15 @@ def _reasons(model_runner: Any) -> dict[str, str]:
     if own:
         return dict.fromkeys(FEATURES, own)
     gates = decide(deployment_of(model_runner), Options(), torch.device(model_runner.attn_backend.device))
-    reasons = {gate.feature: gate.reason for gate in gates if not gate.on}
-    if getattr(model_runner, "is_draft_worker", False):
-        own = reasons.get(DRAFT, reasons.get(ATTENTION, ""))
-        return dict.fromkeys(FEATURES, own) if own else reasons
-    return reasons
+    return {gate.feature: gate.reason for gate in gates if not gate.on}
 
 
 def draft_refusal(model_runner: Any) -> str:
     """Why a NextN draft's prefill is not captured; empty where it is."""
     if argument(model_runner.server_args, "debug_cuda_graph", False):
         return "debug_cuda_graph"
-    return _reasons(model_runner).get(DRAFT, "")
+    reasons = _reasons(model_runner)
+    return reasons.get(DRAFT) or reasons.get(ATTENTION, "")
 
 
 class Serving:
