@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,16 +13,8 @@ from sparse_pcg.drafting import DraftRunner
 from sparse_pcg.kv import PagedKV
 from sparse_pcg.models import DSAModel, NextN, preset
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 CONFIG = replace(preset("tiny"), num_layers=4)
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
 
 
 def build(compiler: str, sizes: tuple[int, ...]) -> tuple[sparse_pcg.PrefillRunner, DraftRunner]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,16 +16,8 @@ from sparse_pcg.models import DSAModel, preset
 from tests.sparse_pcg.test_runner import batch_of
 from tests.sparse_pcg.toys import Toy, context, inputs, same, state
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 SIZES = [4, 8, 16]
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
 
 
 @pytest.mark.parametrize("compiler", ["eager", "inductor"])

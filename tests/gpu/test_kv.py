@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -21,17 +21,9 @@ from tests.sparse_pcg.test_generation import prompt
 from tests.sparse_pcg.test_runner import batch_of
 from tests.sparse_pcg.toys import same
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 CONFIG = replace(preset("tiny"), num_layers=4)
 MILLISECOND = 1_500_000  # cycles, about
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
 
 
 def on_gpu(pages: int, **options: object) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -23,16 +22,13 @@ MILLISECOND = 1_500_000  # cycles, about
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[sparse_pcg.PrefillRunner]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def runner(fresh_module: None) -> sparse_pcg.PrefillRunner:
     model = DSAModel(replace(CONFIG, num_layers=1, max_positions=140000), device="cuda")
     options = sparse_pcg.Options(capture_sizes=(512,), compiler="eager")
     runner = sparse_pcg.PrefillRunner(model, PagedKV(1, 2200, device="cuda"), options)
     runner.capture(progress=False)
     assert runner._staging.recorded
-    yield runner
-    sparse_pcg.reset()
+    return runner
 
 
 def snapshot(metadata: BatchMetadata) -> BatchMetadata:

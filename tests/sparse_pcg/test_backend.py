@@ -22,14 +22,7 @@ from tests.sparse_pcg.toys import Context, Toy, context, inputs, same, state
 
 SIZES = [4, 8, 16]
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def compiled(module: Any, **options: Any) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -16,13 +15,7 @@ from tests.sparse_pcg.sequences import Driver, Subject
 CONFIG = replace(preset("tiny"), num_layers=3, index_topk=16)
 SEQUENCES = 300
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def build(

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import sparse_pcg
 from sparse_pcg.bench.cli import app
 from sparse_pcg.bench.cut_cost import run_cut_cost
 from sparse_pcg.bench.memory import rank_of_glm5_2, run_memory, spread
@@ -19,13 +16,7 @@ from sparse_pcg.bench.plots import plot
 from sparse_pcg.bench.startup import measure_start, run_startup
 from sparse_pcg.bench.timing import command_line, provenance
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_cut_cost_times_the_same_model_in_every_way(tmp_path: Path) -> None:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
-import sparse_pcg
 from sparse_pcg.bench import serve, ttft
 from sparse_pcg.bench.cli import app
 from sparse_pcg.bench.prefill import MODES, World, full_graph, rank_config
@@ -22,12 +19,9 @@ TINY = "--model tiny --layers 2 --compiler eager"
 
 
 @pytest.fixture(scope="module")
-def world() -> Iterator[World]:
+def world(fresh_module: None) -> World:
     """What both commands would build."""
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield World.build(rank_config("tiny", 2, 4, 80), (8, 16), 12, "eager")
-    sparse_pcg.reset()
+    return World.build(rank_config("tiny", 2, 4, 80), (8, 16), 12, "eager")
 
 
 @pytest.fixture

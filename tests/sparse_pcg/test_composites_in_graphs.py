@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -13,13 +12,7 @@ from custom_ops import BatchMetadata, ForwardContext, fill_batch_metadata, use_c
 
 ROWS, HEADS, PAGES = 8, 4, 3
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def context(prefix: int) -> ForwardContext:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-import sparse_pcg
 from sparse_pcg import Options, PrefillRunner, demo
 from sparse_pcg.batch import Batch
 from sparse_pcg.cli import app
@@ -20,12 +18,8 @@ from sparse_pcg.verification import TOLERANCE, pages_of, same_bytes
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Any:
+def _small(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "REPEATS", 1)
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
 
 
 def test_every_kind_of_prefill_is_served_and_written_down(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -19,12 +19,9 @@ DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
 @pytest.fixture(scope="module")
-def scarce() -> Iterator[Pair]:
+def scarce(fresh_module: None) -> Pair:
     """With fewer pages than the requests want."""
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield captured(9)
-    sparse_pcg.reset()
+    return captured(9)
 
 
 def captured(pages: int) -> Pair:

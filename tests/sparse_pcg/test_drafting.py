@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -64,13 +63,10 @@ def build(
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Pair]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def served(fresh_module: None) -> Pair:
     pair = build(debug_checks=True)
     pair.draft.capture(progress=False)
-    yield pair
-    sparse_pcg.reset()
+    return pair
 
 
 def compare(pair: Pair, batch: sparse_pcg.Batch) -> tuple[sparse_pcg.PrefillOutput, torch.Tensor]:
@@ -227,15 +223,9 @@ def test_what_it_refuses(served: Pair, change: dict[str, Any], named: str) -> No
         assert same(served.draft.forward(batch, **arguments).hidden, want)
 
 
+@pytest.mark.usefixtures("fresh")
 class TestOwnPair:
     """What changes the state gets runners of its own."""
-
-    @pytest.fixture(autouse=True)
-    def _fresh(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        sparse_pcg.reset()
-        yield
-        sparse_pcg.reset()
 
     def test_verify_covers_the_draft(self) -> None:
         pair = build(capture_sizes=(8, 16))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -82,11 +82,8 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV]]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield build(pages=24, device=DEVICE, dtype=DTYPE)
-    sparse_pcg.reset()
+def served(fresh_module: None) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
+    return build(pages=24, device=DEVICE, dtype=DTYPE)
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -23,12 +23,7 @@ from tests.sparse_pcg.agreement import OPTIONS, SIZES, Mode, agree, data, fresh,
 from tests.sparse_pcg.test_runner import batch_of, build
 from tests.sparse_pcg.toys import Toy, context, inputs, same, state
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    fresh()
-    yield
-    fresh()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # --- padding ---
@@ -78,10 +73,8 @@ def test_pad_rows_reach_no_valid_row_and_no_slot(batches: list[tuple[int, float]
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[sparse_pcg.PrefillRunner]:
-    fresh()
-    yield build(capture_sizes=(4, 16))[0]
-    fresh()
+def runner(fresh_module: None) -> sparse_pcg.PrefillRunner:
+    return build(capture_sizes=(4, 16))[0]
 
 
 CHUNKS = st.tuples(st.sampled_from([1, 3, 4, 5]), st.sampled_from([1, 3, 8, 12, 15]))  # 16 tokens are selected

@@ -15,15 +15,10 @@ import sparse_pcg
 from custom_ops._register import OPS
 from sparse_pcg.counters import LIVE
 from tests.custom_ops.opcheck import opcheck
-from tests.sparse_pcg.agreement import OPTIONS, SIZES, agree, data, fresh, graph_of, mixed, moded, plain
+from tests.sparse_pcg.agreement import OPTIONS, SIZES, agree, data, graph_of, mixed, moded, plain
 from tests.sparse_pcg.toys import Context, context, same
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    fresh()
-    yield
-    fresh()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 # --- addresses and aliases ---
@@ -82,6 +77,24 @@ def test_addresses_and_aliases(body: Callable[..., Any], sizes: tuple[int, ...])
 
     agree(fn, body, make, 4 * len(sizes))
     assert sparse_pcg.stats().replays > 0
+
+
+CONJUGATED: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
+    (lambda x: x.conj(), lambda x: x * 2),
+    (lambda x: x.conj(), lambda x: x.conj()),
+    (lambda x: x.conj().imag, lambda x: x * 2),
+    (lambda x: x[:, ::2].conj(), lambda x: (x * 2).conj().imag),
+]
+
+
+@pytest.mark.parametrize("given, body", CONJUGATED)
+def test_lazy_conjugation_of_arguments_and_results(given: Callable[..., Any], body: Callable[..., Any]) -> None:
+    """Conjugation and negation are bits of a tensor that its bytes do not show."""
+    fn = sparse_pcg.compile(body, capture_sizes=[4], compiler="eager")
+    for seed in range(4):
+        x = given(torch.randn(4, 6, dtype=torch.complex64, generator=torch.Generator().manual_seed(seed)))
+        got, want = fn(x), body(x)
+        assert torch.equal(got, want) and (got.is_conj(), got.is_neg()) == (want.is_conj(), want.is_neg())
 
 
 def test_compiled_code_keeps_addresses_and_strides() -> None:

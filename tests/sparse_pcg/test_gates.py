@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from typing import Any
 
@@ -34,13 +34,7 @@ KILLED = {
     "SPARSE_PCG_SHORT_GRAPHS": {SHORT},
 }
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def build(

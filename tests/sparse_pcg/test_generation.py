@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,11 +20,8 @@ from tests.sparse_pcg.toys import same
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV]]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield build(pages=16)
-    sparse_pcg.reset()
+def served(fresh_module: None) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
+    return build(pages=16)
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:

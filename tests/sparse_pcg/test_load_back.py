@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,13 +22,10 @@ from tests.sparse_pcg.toys import same
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV, HostKV]]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def served(fresh_module: None) -> tuple[sparse_pcg.PrefillRunner, PagedKV, HostKV]:
     runner, kv = build(pages=12)
     host = HostKV(kv, 12)
-    yield runner, kv, host
-    sparse_pcg.reset()
+    return runner, kv, host
 
 
 def cached(runner: sparse_pcg.PrefillRunner, kv: PagedKV, host: HostKV, monkeypatch: Any) -> tuple[Any, Any, Gate]:

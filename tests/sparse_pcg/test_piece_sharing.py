@@ -22,14 +22,7 @@ from tests.sparse_pcg.toys import Toy, inputs, same, state
 
 ROWS, WIDTH, POOL = 8, 8, 32
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def graph_of(fn: Callable[..., Any], *args: Any) -> CompiledGraph:

@@ -63,11 +63,8 @@ def _refuse(*args: Any, **kwargs: Any) -> Any:
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def _fresh(fresh: None) -> Iterator[None]:
     yield
-    sparse_pcg.reset()
     Failing.at, Failing.op = -1, ""
 
 

@@ -22,12 +22,9 @@ from tests.sparse_pcg.toys import same
 
 
 @pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def _fresh(fresh: None) -> Iterator[None]:
     yield
     Plan.observer = None
-    sparse_pcg.reset()
 
 
 def test_the_steps_of_a_bucket() -> None:

@@ -17,14 +17,7 @@ import sparse_pcg
 from sparse_pcg.counters import LIVE
 from tests.sparse_pcg.toys import Context, Toy, context, inputs, same, state
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def poison(plan: sparse_pcg.Plan) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,13 +13,10 @@ from tests.sparse_pcg.toys import same
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Pair]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def served(fresh_module: None) -> Pair:
     pair = build(capture_sizes=(8,))
     pair.draft.capture(progress=False)
-    yield pair
-    sparse_pcg.reset()
+    return pair
 
 
 def table(*pages: list[int]) -> torch.Tensor:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,13 +21,7 @@ from sparse_pcg.models import DSAModel, preset
 from sparse_pcg.report import describe
 from tests.sparse_pcg import toys
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Any:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def _toy_report(measure: bool = True) -> Report:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -82,12 +81,8 @@ def build(sizes: tuple[int, ...] = SIZES) -> sparse_pcg.PrefillRunner:
 
 
 @pytest.fixture(autouse=True)
-def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _split_k(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OPS, SPLIT_K.name, SPLIT_K)
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
 
 
 def forward(runner: sparse_pcg.PrefillRunner, rows: int, mode: str) -> sparse_pcg.PrefillOutput:

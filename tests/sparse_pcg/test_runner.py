@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -36,13 +35,10 @@ def build(**options: Any) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV]]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
+def served(fresh_module: None) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
     runner, kv = build(debug_checks=True)
     runner.capture(progress=False)
-    yield runner, kv
-    sparse_pcg.reset()
+    return runner, kv
 
 
 def batch_of(requests: list[tuple[RequestPages, int]], seed: int = 0) -> sparse_pcg.Batch:
@@ -302,15 +298,9 @@ def test_a_required_parameter_without_a_buffer_is_named() -> None:
         sparse_pcg.PrefillRunner(Strange(), kv)
 
 
+@pytest.mark.usefixtures("fresh")
 class TestOwnRunner:
     """What changes the state of a runner gets one of its own."""
-
-    @pytest.fixture(autouse=True)
-    def _fresh(self) -> Iterator[None]:
-        torch._dynamo.reset()
-        sparse_pcg.reset()
-        yield
-        sparse_pcg.reset()
 
     def test_weights_that_moved_on_another_rank(self) -> None:
         """Whether to capture anew is decided together: it takes all ranks."""

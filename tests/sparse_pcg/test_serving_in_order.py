@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,13 +14,7 @@ from sparse_pcg.kv import PagedKV
 from sparse_pcg.models import DSAModel, preset
 from tests.sparse_pcg.in_order import compare_in_order, requests_with_prefixes
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def test_every_bucket_in_both_variants() -> None:

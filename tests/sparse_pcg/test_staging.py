@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,7 @@ from sparse_pcg.staging import Staging
 
 CONFIG = replace(preset("tiny"), num_layers=2, index_topk=16)
 
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    torch._dynamo.reset()
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = pytest.mark.usefixtures("fresh")
 
 
 def batch_of(seed: int, requests: int = 3, pages: int = 2) -> Batch:
