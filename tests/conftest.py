@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -32,6 +34,31 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@contextmanager
+def _nothing_kept() -> Iterator[None]:
+    import sparse_pcg
+
+    torch._dynamo.reset()
+    sparse_pcg.reset()
+    yield
+    sparse_pcg.reset()
+    torch._dynamo.reset()
+
+
+@pytest.fixture(name="fresh")
+def without_what_was_compiled() -> Iterator[None]:
+    """Neither Dynamo nor the backend keeps anything from before the test, nor from it."""
+    with _nothing_kept():
+        yield
+
+
+@pytest.fixture(name="fresh_module", scope="module")
+def without_what_was_compiled_before_the_module() -> Iterator[None]:
+    """As ``fresh``, for what the tests of a module share."""
+    with _nothing_kept():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
