@@ -70,14 +70,16 @@ def view_bytes(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 
 def view_like(backing: torch.Tensor, like: torch.Tensor, shift: int) -> torch.Tensor:
-    """A tensor with the type, shape and strides of ``like`` on the storage of ``backing``.
+    """A tensor with the type, shape, strides and lazy conjugation of ``like`` on the storage of ``backing``.
 
     shift: bytes to add to ``like``'s byte offset.
     """
     offset = like.storage_offset() * like.element_size() + shift
     with torch.inference_mode(False):
         empty = torch.empty(0, dtype=like.dtype, device=like.device)
-        return empty.set_(backing.untyped_storage(), offset // like.element_size(), like.shape, like.stride())
+        view = empty.set_(backing.untyped_storage(), offset // like.element_size(), like.shape, like.stride())
+        view = view.conj() if like.is_conj() else view
+        return view._neg_view() if like.is_neg() else view
 
 
 def alias(pointer: int, nbytes: int, device: torch.device) -> torch.Tensor:

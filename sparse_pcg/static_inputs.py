@@ -102,7 +102,7 @@ class _Group:
         start, stop = self._span(args)
         self.backing = buffers.get(members[0], stop - start, args[members[0]].device)
         self.tensors = [view_like(self.backing, args[i], -start) for i in members]
-        self._whole = len(members) > 1 or not _strided_copy_is_cheaper(self.tensors[0])
+        self._whole = len(members) > 1 or not _copied_as_it_is(args[members[0]])
 
     def _span(self, args: Sequence[Any]) -> tuple[int, int]:
         spans = [byte_span(args[i]) for i in self.members]
@@ -145,10 +145,14 @@ def _same_view(a: torch.Tensor, b: torch.Tensor) -> bool:
         and a.shape == b.shape
         and a.stride() == b.stride()
         and a.storage_offset() == b.storage_offset()
+        and a.is_conj() == b.is_conj()
+        and a.is_neg() == b.is_neg()
     )
 
 
-def _strided_copy_is_cheaper(tensor: torch.Tensor) -> bool:
-    """A sparse view (a few columns of a wide matrix) is copied element by element, anything dense as bytes."""
+def _copied_as_it_is(tensor: torch.Tensor) -> bool:
+    """A contiguous tensor and a sparse view (a few columns of a wide matrix) are copied as tensors, others as bytes."""
+    if tensor.is_contiguous():
+        return True
     start, stop = byte_span(tensor)
     return stop - start > 2 * tensor.numel() * tensor.element_size() and tensor.numel() > 0

@@ -345,6 +345,17 @@ MUTANTS = [
              "test_runner.py::TestOwnRunner::test_weights_that_moved_on_another_rank"),
     _backend("plan.py", "if torch.is_grad_enabled():", "if False:",
              "test_plan.py::test_the_steps_run_without_autograd_whatever_the_caller_is_in"),
+    # Launches by address: random numbers that stand still, a capture or a device not asked about, ops in C++ taken along
+    _backend("graph_launch.py", "if not calls.seen and generator", "if generator",
+             "test_graph_launch.py::test_random_numbers_in_a_graph_leave_its_launch_to_torch"),
+    _backend("graph_launch.py", "torch._C._cuda_isCurrentStreamCapturing() or ", "",
+             "test_graph_launch.py::test_inside_a_capture_torch_is_asked_and_refuses"),
+    _backend("graph_launch.py", "if torch._C._cuda_getDevice() != device:", "if False:",
+             "test_graph_launch.py::test_on_another_device_than_the_current_one"),
+    _backend("op_body.py", "if not _OF_PYTHON.search(repr(kernel)):", "if False:",
+             "test_op_body.py::test_ops_that_are_left_to_the_dispatcher"),
+    _backend("memory.py", "view.conj() if like.is_conj() else view", "view",
+             "test_failures_of_graphs.py::test_lazy_conjugation_of_arguments_and_results"),
     # Recording: memory that another view still needs, a failed capture tried again, the wrong op or step named
     _backend("plan.py", "if pointer and not live[pointer]:", "if pointer:",
              "test_failures_of_graphs.py::test_addresses_and_aliases"),
