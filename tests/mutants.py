@@ -345,7 +345,7 @@ MUTANTS = [
              "test_runner.py::TestOwnRunner::test_weights_that_moved_on_another_rank"),
     _backend("plan.py", "if torch.is_grad_enabled():", "if False:",
              "test_plan.py::test_the_steps_run_without_autograd_whatever_the_caller_is_in"),
-    # Launches by address: random numbers that stand still, a capture or a device not asked about, ops in C++ taken along
+    # Launches by address: random numbers that stand still, a capture or a device not asked about, C++ ops taken along
     _backend("graph_launch.py", "if not calls.seen and generator", "if generator",
              "test_graph_launch.py::test_random_numbers_in_a_graph_leave_its_launch_to_torch"),
     _backend("graph_launch.py", "torch._C._cuda_isCurrentStreamCapturing() or ", "",
