@@ -599,6 +599,8 @@ MUTANTS = [
            "tests/sglang/test_one_batch.py::test_turns_medians_and_ratios"),
     Mutant("sparse_pcg/bench/one_batch.py", "size: taken[1:] for", "size: taken for",
            "tests/sglang/test_one_batch.py::test_turns_medians_and_ratios"),
+    Mutant("sparse_pcg/bench/one_batch_worker.py", "with slots_in_order():", "if True:",
+           "tests/sglang/test_one_batch.py::test_a_prompt_says_how_far_its_runs_lie_apart"),
     Mutant("sparse_pcg/bench/one_batch_worker.py", "_relative_l2(plain, logits)", "_relative_l2(again, logits)",
            "tests/sglang/test_one_batch.py::test_a_prompt_says_how_far_its_runs_lie_apart"),
     Mutant("sparse_pcg/bench/one_batch_weights.py", "bound = scale * math.sqrt(3", "bound = 1e-3 * (3",

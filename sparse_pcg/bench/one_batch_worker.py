@@ -11,6 +11,8 @@ import logging
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +43,32 @@ def tokens(count: int, seed: int) -> list[int]:
 
 def _relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
+
+
+def ascending(slots: torch.Tensor) -> torch.Tensor:
+    """Each row's slots in ascending order, then -1: int32 [rows, index_topk], as given but for the order."""
+    last = torch.iinfo(slots.dtype).max
+    ordered = slots.masked_fill(slots < 0, last).sort(dim=-1).values
+    return ordered.masked_fill(ordered == last, -1)
+
+
+@contextmanager
+def slots_in_order() -> Iterator[None]:
+    """Inside the block SGLang's top-k gives its slots in ascending order.
+
+    The kernel numbers what it finds by an atomic counter, so that the order, and with it the rounding of attention's
+    sums, is another in each run.
+    """
+    kernels = sys.modules.get("sgl_kernel")
+    kernel = getattr(kernels, "fast_topk_transform_fused", None)
+    if kernel is None:
+        yield
+        return
+    kernels.fast_topk_transform_fused = lambda *args, **kwargs: ascending(kernel(*args, **kwargs))  # type: ignore[union-attr]
+    try:
+        yield
+    finally:
+        kernels.fast_topk_transform_fused = kernel  # type: ignore[union-attr]
 
 
 class Worker:
@@ -115,10 +143,17 @@ class Worker:
     def prompt(self, new: list[int], prefix: int, seed: int) -> dict[str, Any]:
         """Last-token logits of requests with ``new`` tokens behind ``prefix`` cached ones, float32 [requests, vocab].
 
-        Also whether a second run gives the same bytes and how far off it is (relative L2), and how far another context
-        before the same last token moves them: a comparison of logits that see no context would show nothing. Where our
-        plug-in serves: the same of a run of the same kernels without graphs, and the graph's variant and cuts.
+        With selections in ascending order (``slots_in_order``); how far a run in SGLang's own order lies off (relative
+        L2) is said beside it. Also whether a second run gives the same bytes and how far off it is, and how far another
+        context before the same last token moves them: a comparison of logits that see no context would show nothing.
+        Where our plug-in serves: the same of a run of the same kernels without graphs, and the graph's variant, cuts.
         """
+        with slots_in_order():
+            answer = self._compare(new, prefix, seed)
+        own = self._extend(new, prefix, seed)
+        return answer | {"own_order_relative_l2": _relative_l2(own, torch.from_numpy(answer["logits"]))}
+
+    def _compare(self, new: list[int], prefix: int, seed: int) -> dict[str, Any]:
         logits = self._extend(new, prefix, seed)
         answer: dict[str, Any] = {"logits": logits.numpy(), "finite": bool(torch.isfinite(logits).all())}
         again = self._extend(new, prefix, seed)

@@ -53,13 +53,18 @@ def test_a_prompt_says_how_far_its_runs_lie_apart(monkeypatch: pytest.MonkeyPatc
     serving = SimpleNamespace(uncaptured=False)
     graphs = {128: {"cut": SimpleNamespace(plan=SimpleNamespace(cuts=7))}}
     worker = Worker.__new__(Worker)
+    slots = torch.tensor([[8, -1, 3, 5], [2, 9, 0, 1]], dtype=torch.int32)  # in the order that the kernel found them
+    kernels = SimpleNamespace(fast_topk_transform_fused=lambda: slots)
+    monkeypatch.setitem(sys.modules, "sgl_kernel", kernels)
     worker.backend = SimpleNamespace(serving=serving, variants=SimpleNamespace(chosen="cut", graphs=graphs))
     runs = 0
 
     def extend(new: list[int], prefix: int, seed: int, context: int = 0) -> torch.Tensor:
         nonlocal runs
         runs += 1
+        slots = kernels.fast_topk_transform_fused()
         shift = 1.0 if context else 0.5 if serving.uncaptured else 0.25 if runs == 2 else 0.0
+        shift += 0.0 if slots.tolist() == [[3, 5, 8, -1], [0, 1, 2, 9]] else 0.75
         return torch.tensor([[4.0 + 4 * shift, 0.0]])
 
     monkeypatch.setattr(worker, "_extend", extend)
@@ -67,9 +72,9 @@ def test_a_prompt_says_how_far_its_runs_lie_apart(monkeypatch: pytest.MonkeyPatc
     assert answer.pop("logits").tolist() == [[4.0, 0.0]]
     assert answer == {
         "finite": True, "again_bitwise": False, "again_relative_l2": 0.25, "context_moves": 1.0, "variant": "cut",
-        "cuts": 7, "uncaptured_bitwise": False, "uncaptured_relative_l2": 0.5,
+        "cuts": 7, "uncaptured_bitwise": False, "uncaptured_relative_l2": 0.5, "own_order_relative_l2": 0.75,
     }  # fmt: skip
-    assert not serving.uncaptured
+    assert not serving.uncaptured and kernels.fast_topk_transform_fused() is slots
 
 
 def test_what_there_is_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
