@@ -2,8 +2,9 @@
 
 The model: per layer an RMS norm, two products of hidden size, a residual, and ``touch``, an op that halves its argument
 in place and is tagged ``cudagraph_unsafe``. The peers run the same weights: PyTorch eager, ``torch.compile`` as it is
-and with ``reduce-overhead`` and graph partition, one full graph with no cut, a hand-written loop over graphs and op
-bodies, and this backend, as a plan and as a plain call of the compiled module.
+and with ``reduce-overhead`` and graph partition, one full graph with no cut, a hand-written loop over graphs and the
+op, the same with the op's Python function in place of the op (``bare_loop``: possible where one has written the op),
+and this backend, as a plan and as a plain call of the compiled module.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..plan import Program
 from ..split import CUT, PIECE
 from .timing import device, provenance
 
-PEERS = ("eager", "compile", "reduce_overhead", "full_graph", "loop", "plan", "call")
+PEERS = ("eager", "compile", "reduce_overhead", "full_graph", "loop", "bare_loop", "plan", "call")
 _LIBRARY = torch.library.Library("sparse_pcg_bench", "FRAGMENT")
 _HEAD_START_CYCLES = 20_000_000  # of the GPU's clock, about 11 ms: longer than the host takes for one forward
 
@@ -101,8 +102,9 @@ def run_cut_cost(
         for row in times.values():
             row["gpu_us_per_cut"] = (row["gpu_us"] - times["full_graph"]["gpu_us"]) / layers
             row["elapsed_us_per_cut"] = (row["elapsed_us"] - times["full_graph"]["elapsed_us"]) / layers
-    if "loop" in times and "plan" in times:
-        result["host_of_plan_over_loop"] = times["plan"]["host_us"] / times["loop"]["host_us"]
+    for loop in ("loop", "bare_loop"):
+        if loop in times and "plan" in times:
+            result[f"host_of_plan_over_{loop}"] = times["plan"]["host_us"] / times[loop]["host_us"]
     return result
 
 
@@ -149,16 +151,19 @@ def _peers(
     take("plan", replay)
     runs.update({"plan": plan.replay} if "plan" in runs else {})
     if x.is_cuda:
-        loop, out = _hand_written(graph.program, inputs)
-        take("loop", lambda: (loop(), out)[1])
-        runs.update({"loop": loop} if "loop" in runs else {})
+        for name, body in (("loop", torch.ops.sparse_pcg_bench.touch.default), ("bare_loop", _touch)):
+            loop, out = _hand_written(graph.program, inputs, body)
+            take(name, lambda loop=loop, out=out: (loop(), out)[1])  # type: ignore[misc]
+            runs.update({name: loop} if name in runs else {})
         full, whole = _full_graph(graph.program, inputs)
         take("full_graph", lambda: (full(), whole)[1])
         runs.update({"full_graph": full} if "full_graph" in runs else {})
     return {name: runs[name] for name in wanted if name in runs}, wrong
 
 
-def _hand_written(program: Program, inputs: list[Any]) -> tuple[Callable[[], None], torch.Tensor]:
+def _hand_written(
+    program: Program, inputs: list[Any], body: Callable[[torch.Tensor], None]
+) -> tuple[Callable[[], None], torch.Tensor]:
     """The loop that one would write: a list of (graph, op body, argument), the same pieces captured once more."""
     values: list[Any] = [*inputs, *([None] * (program.size - program.inputs))]
     pairs: list[tuple[Any, Any, Any]] = []
@@ -175,13 +180,13 @@ def _hand_written(program: Program, inputs: list[Any]) -> tuple[Callable[[], Non
         else:
             assert step.kind == CUT and pairs
             step.run(*args, **kwargs)
-            pairs[-1] = (pairs[-1][0], _touch, args[0])
+            pairs[-1] = (pairs[-1][0], body, args[0])
 
     def loop() -> None:
-        for graph, body, x in pairs:
+        for graph, between, x in pairs:
             graph.replay()
-            if body is not None:
-                body(x)
+            if between is not None:
+                between(x)
 
     loop.keep = values  # type: ignore[attr-defined]
     return loop, program.results(values)[0]
