@@ -50,13 +50,14 @@ def test_a_replayed_draft_equals_sglangs_eager_one(layer_id: int) -> None:
     for uncaptured in (False, True):
         ours.graphs.backend.serving.uncaptured = uncaptured  # the same kernels on the same buffers, without graphs
         replays = sparse_pcg.stats().replays
-        for new, prefix, seed in STEPS:
+        steps = STEPS[:4] if uncaptured or layer_id else STEPS
+        for new, prefix, seed in steps:
             wanted = eager.extend(eager.batch(new, prefix, seed))
             same(ours.extend(ours.batch(new, prefix, seed)), wanted)
             assert ours.replayed and not eager.replayed
             longest = max(n + p for n, p in zip(new, prefix, strict=True))
             assert variants.chosen == ("short" if longest <= host.TOPK else "cut")
-        assert sparse_pcg.stats().replays - replays == (0 if uncaptured else len(STEPS))
+        assert sparse_pcg.stats().replays - replays == (0 if uncaptured else len(steps))
 
 
 def test_a_step_that_wants_no_seed() -> None:
@@ -78,7 +79,7 @@ def test_the_seed_of_a_bucket_that_keeps_sglangs_graph(monkeypatch: pytest.Monke
     model = make_model()
     eager, ours = Draft(model), captured(model)
     assert set(ours.graphs.backend.variants.graphs) == {32}
-    for step in STEPS:
+    for step in STEPS[:6]:
         same(ours.extend(ours.batch(*step)), eager.extend(eager.batch(*step)))
         assert ours.replayed
 
