@@ -568,6 +568,7 @@ MUTANTS = [
     _sglang("draft.py", "found[:] = [output[-1]]", "found[:] = found or [output[-1]]"),
     _sglang("draft.py", "if rows is None else selection[rows]", "if True else selection[rows]", "0.5.17"),
     _sglang("breakable.py", "draft.selections[size, self.variants.chosen]", "draft.selections[size, CUT]"),
+    _sglang("breakable.py", "with self._replaying():", "if True:"),
     _sglang("draft.py", "if not forward_batch.forward_mode.is_extend_without_speculative():", "if False:"),
     _sglang("draft.py", " or forward_batch.contains_mm_inputs():", ":"),
     _sglang("draft.py", "_index_by_layer(cuda_graph_runner, self._decoder.self_attn.layer_id)", "pass", "0.5.17"),

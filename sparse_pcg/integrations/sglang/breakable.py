@@ -11,7 +11,7 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 from .deployment import Serving
 from .draft import Draft, write_seed
 from .recording import CUT
-from .segments import RecordedPrefill, record_prefill
+from .segments import RecordedPrefill, pool_scope, record_prefill
 from .variants import Variants, forward_as
 
 
@@ -54,6 +54,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         self._forward_fns: dict[int, Callable[[], Any]] = {}
         self._body_forward: Any = None
         self._kept: list[Any] = []
+        self._replaying = pool_scope("replay")
 
     @contextmanager
     def capture_session(self, stream: Any) -> Iterator[None]:
@@ -120,7 +121,8 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
             selection = self._run_uncaptured(size, static_forward_batch)
         else:
             if served:
-                self.variants.graph(size).replay()
+                with self._replaying():
+                    self.variants.graph(size).replay()
             else:
                 super().replay(shape_key, static_forward_batch, **kwargs)
             selection = None if draft is None else draft.selections[size, self.variants.chosen]

@@ -121,7 +121,7 @@ def record_prefill(
 ) -> Iterator[RecordedPrefill]:
     """Record what runs inside the block, cut at SGLang's breaks, into ``pool`` on ``stream``."""
     recorded = RecordedPrefill(variant)
-    scope = getattr(_pool_scopes(), "graph_pool_capture_scope", nullcontext)
+    scope = pool_scope("capture")
     with warnings.catch_warnings(record=True) as said, scope():
         warnings.simplefilter("always")
         recorded._said = said
@@ -133,9 +133,11 @@ def record_prefill(
     LIVE.add(recorded)
 
 
-def _pool_scopes() -> Any:
+def pool_scope(use: str) -> Callable[[], Any]:
+    """SGLang's context of a ``capture`` into its graph pool or a ``replay`` from it, whose free memory others borrow."""
     try:
         from sglang.srt.model_executor.runner_utils import pool
     except ImportError:  # before SGLang had one graph pool
-        return None
-    return pool
+        return nullcontext
+    scope: Callable[[], Any] = getattr(pool, f"graph_pool_{use}_scope", nullcontext)
+    return scope

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,6 +120,19 @@ def test_a_target_and_its_draft_in_one_process() -> None:
         found.extend(served(target, [batch]))
         same(ours.extend(ours.batch(*step)), eager.extend(eager.batch(*step)))
     equal(found, wanted)
+
+
+POOL = host.srt("model_executor.runner_utils.pool") if RELEASE == "0.5.23" else None
+
+
+@pytest.mark.skipif(POOL is None, reason="nobody borrows from the graph pool in this release")
+def test_replays_are_in_sglangs_scope_of_its_graph_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered: list[int] = []
+    monkeypatch.setattr(POOL, "graph_pool_replay_scope", lambda: nullcontext(entered.append(1)))
+    ours = captured(make_model())
+    for step in STEPS[:3]:
+        ours.extend(ours.batch(*step))
+    assert len(entered) == 3
 
 
 REFUSED = [
