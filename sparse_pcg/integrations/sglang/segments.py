@@ -134,7 +134,7 @@ def record_prefill(
 
 
 def pool_scope(use: str) -> Callable[[], Any]:
-    """SGLang's context of a ``capture`` into its graph pool or a ``replay`` from it, whose free memory others borrow."""
+    """SGLang's context of a ``capture`` into its graph pool or a ``replay`` from it: what is free there is lent."""
     try:
         from sglang.srt.model_executor.runner_utils import pool
     except ImportError:  # before SGLang had one graph pool
