@@ -170,7 +170,7 @@ def test_pipeline_stages_turn_the_draft_off_alone() -> None:
 @pytest.mark.parametrize("switch", KILLED)
 def test_each_kill_switch(switch: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(switch, "off")
-    runner, kv, draft = build(draft=True)
+    runner, kv, draft = build(LEAST, draft=True)
     assert set(off(runner)) == KILLED[switch] == set(off(draft))
     named = switch.removeprefix("SPARSE_PCG_").lower()
     assert off(runner)[named].startswith(f"{switch}=off")
@@ -202,9 +202,10 @@ def test_the_draft_runs_uncaptured_where_it_is_off() -> None:
 
 def test_results_do_not_depend_on_what_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
     """With every op run as PyTorch runs it, whole composites and their parts give the same bytes."""
-    with_all, kv_a = build()
+    config = replace(SMALL, num_layers=2)  # a dense layer and one with experts
+    with_all, kv_a = build(config)
     monkeypatch.setenv("SPARSE_PCG_ATTN_IN_GRAPH", "0")
-    without, kv_b = build()
+    without, kv_b = build(config)
     for runner in (with_all, without):
         runner.capture(progress=False)
     with kv_a.request() as a, kv_b.request() as b:

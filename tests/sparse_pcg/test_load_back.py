@@ -16,7 +16,7 @@ import sparse_pcg
 from sparse_pcg.kv import HostKV, PagedKV, TransferError
 from tests.sparse_pcg.host_pools import Failing, Gate
 from tests.sparse_pcg.sequences import Driver, Subject
-from tests.sparse_pcg.test_batch_sequences import CONFIG, build
+from tests.sparse_pcg.test_batch_sequences import CONFIG, LEAST, build
 from tests.sparse_pcg.test_runner import batch_of
 from tests.sparse_pcg.toys import same
 
@@ -112,8 +112,8 @@ def test_a_failed_load_fails_the_forward_and_the_next_one_works(served: Any, mon
 def test_hundreds_of_batches_equal_those_of_pages_that_stayed(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     sparse_pcg.reset()
-    runner, kv = build()
-    stays, roomy = build(pages=64)
+    runner, kv = build(config=LEAST)
+    stays, roomy = build(config=LEAST, pages=64)
     host = HostKV(kv, 12)
     rng = random.Random(5)
 

@@ -18,18 +18,19 @@ import sparse_pcg
 from custom_ops._register import use_provider
 from custom_ops.indexer import INDEXER_TOPK
 from sparse_pcg.kv import PagedKV, RequestPages, page_table
-from sparse_pcg.models import DSAModel, preset
+from sparse_pcg.models import DSAModel, ModelConfig, preset
 from tests.sparse_pcg.rank_threads import Watched
 from tests.sparse_pcg.toys import same
 
-CONFIG = replace(preset("tiny"), num_layers=3, index_topk=16)
+CONFIG = replace(preset("tiny"), num_layers=2, index_topk=16)
+LEAST = replace(CONFIG, num_layers=1)
 SIZES = (4, 8, 16, 32)
 
 
-def build(**options: Any) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
-    model = DSAModel(CONFIG, dtype=torch.float32, seed=3)
-    indexed = [i for i in range(CONFIG.num_layers) if CONFIG.has_indexer(i)]
-    kv = PagedKV(CONFIG.num_layers, 24, index_layers=indexed, dtype=torch.float32, poison=True)
+def build(config: ModelConfig = CONFIG, **options: Any) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
+    model = DSAModel(config, dtype=torch.float32, seed=3)
+    layers = config.index_layers
+    kv = PagedKV(config.num_layers, 24, index_layers=layers, dtype=torch.float32, poison=True)
     chosen = sparse_pcg.Options(**{"capture_sizes": SIZES, "compiler": "eager", **options})
     return sparse_pcg.PrefillRunner(model, kv, chosen), kv
 
@@ -304,7 +305,7 @@ class TestOwnRunner:
 
     def test_weights_that_moved_on_another_rank(self) -> None:
         """Whether to capture anew is decided together: it takes all ranks."""
-        runner, _ = build(capture_sizes=(8,))
+        runner, _ = build(LEAST, capture_sizes=(8,))
         runner.capture(progress=False)
         asked: list[Any] = []
 
@@ -324,7 +325,7 @@ class TestOwnRunner:
         assert asked == [("refresh()", None)] * 2
 
     def test_moved_weights(self) -> None:
-        runner, kv = build(capture_sizes=(8,), debug_checks=True)
+        runner, kv = build(LEAST, capture_sizes=(8,), debug_checks=True)
         runner.capture(progress=False)
         with kv.request() as request:
             batch = batch_of([(request, 8)])
@@ -341,7 +342,7 @@ class TestOwnRunner:
             compare(runner, kv, batch)
 
     def test_reset_gives_everything_back_and_the_runner_goes_on(self) -> None:
-        runner, kv = build(capture_sizes=(8,))
+        runner, kv = build(LEAST, capture_sizes=(8,))
         runner.capture(progress=False)
         request = kv.request()
         batch = batch_of([(request, 8)])
@@ -361,9 +362,9 @@ class TestOwnRunner:
 
     def test_runners_of_one_model_class_share_nothing(self) -> None:
         """Another pool size and layout, and both served at once from threads of their own."""
-        one, kv_one = build(capture_sizes=(8,))
-        model = DSAModel(CONFIG, dtype=torch.float32, seed=4)
-        kv_two = PagedKV(CONFIG.num_layers, 12, "fp8_packed", index_layers=CONFIG.index_layers)
+        one, kv_one = build(LEAST, capture_sizes=(8,))
+        model = DSAModel(LEAST, dtype=torch.float32, seed=4)
+        kv_two = PagedKV(1, 12, "fp8_packed", index_layers=(0,))
         two = sparse_pcg.PrefillRunner(model, kv_two, one.options)
         one.capture(progress=False)
         two.capture(progress=False)
@@ -384,8 +385,8 @@ class TestOwnRunner:
         assert not differ
 
     def test_two_runners_with_the_same_layer_ids(self) -> None:
-        one, kv_one = build(capture_sizes=(8,))
-        two, kv_two = build(capture_sizes=(8,))
+        one, kv_one = build(LEAST, capture_sizes=(8,))
+        two, kv_two = build(LEAST, capture_sizes=(8,))
         two.model.norm.data.mul_(2)
         one.capture(progress=False)
         two.capture(progress=False)
@@ -397,7 +398,7 @@ class TestOwnRunner:
             assert same(one.forward(batch_one).hidden, want[0]) and same(two.forward(batch_two).hidden, want[1])
 
     def test_verify_says_what_holds_and_what_does_not(self) -> None:
-        runner, kv = build(capture_sizes=(8, 16))
+        runner, kv = build(LEAST, capture_sizes=(8, 16))
         runner.capture(progress=False)
         verified = runner.verify()
         assert verified.ok and {c.bucket for c in verified.checks} == {8, 16}
