@@ -39,11 +39,15 @@ class Tuning:
         return 8 * self.capacity + 4 * (_BINS + self.max_k) + 8 * 32 + 4 * (64 + 3 + 4 + 3)
 
 
-# Measured on an H200. Rows of up to 4 * threads * unroll columns are read once into registers.
+# Measured on an H200. Rows of up to 4 * threads * unroll columns are read once into registers. Of the clocks STREAM
+# spends on a row of 12288 columns a third go to its reading: the others, sample and selection, wait for no memory.
 LONG = Tuning()
 MEDIUM = Tuning(threads=256, capacity=4096, blocks_per_sm=4)
 SHORT = Tuning(threads=512, capacity=4096, unroll=2, blocks_per_sm=4)
+STREAM = Tuning(threads=256, capacity=4096, unroll=4, blocks_per_sm=4, sample_sigmas=4.0)
+ALONE = Tuning(threads=1024, unroll=4, blocks_per_sm=1)
 SPLIT = Tuning(threads=1024, unroll=4, blocks_per_sm=1, split=1)
+TUNINGS = (LONG, MEDIUM, SHORT, STREAM, ALONE, SPLIT)
 
 
 def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tuning:
@@ -55,7 +59,11 @@ def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tunin
         return SPLIT
     if width <= 4096:
         return SHORT
-    return MEDIUM if width <= 20480 and rows > 2 * multiprocessors else LONG
+    if rows <= multiprocessors and width <= 16384:
+        return ALONE
+    if rows > 2 * multiprocessors and width <= 20480:
+        return MEDIUM if width <= 8192 else STREAM
+    return LONG
 
 
 def sources() -> tuple[str, dict[str, str]]:
@@ -103,7 +111,13 @@ def _multiprocessors(device: int) -> int:
 def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:
     """1, or for few and long rows how many blocks share each."""
     blocks = 1
-    while blocks < _CLUSTER and 4 * blocks * rows <= multiprocessors and 2 * blocks * _SHARE <= width:
+    # Pairs find their places while there are as many multiprocessors as blocks; of larger clusters each needs a run of
+    # them that are free.
+    while (
+        blocks < _CLUSTER
+        and (2 if blocks == 1 else 4) * blocks * rows <= multiprocessors
+        and 2 * blocks * _SHARE <= width
+    ):
         blocks *= 2
     return blocks
 

@@ -18,7 +18,19 @@ from hypothesis import given, settings
 from custom_ops import topk_cuda
 from custom_ops._nvrtc import CudaError, _nvrtc, compile_cuda
 from custom_ops.topk import topk_indices_reference, topk_slots_reference
-from custom_ops.topk_cuda import LONG, MEDIUM, SHORT, SPLIT, Tuning, blocks_of_a_row, sources, tuning_of
+from custom_ops.topk_cuda import (
+    ALONE,
+    LONG,
+    MEDIUM,
+    SHORT,
+    SPLIT,
+    STREAM,
+    TUNINGS,
+    Tuning,
+    blocks_of_a_row,
+    sources,
+    tuning_of,
+)
 from tests.custom_ops import strategies as s
 
 ROOT = Path(__file__).parent.parent.parent
@@ -180,15 +192,19 @@ def test_the_launch_knows_how_much_shared_memory_it_needs() -> None:
 
 def test_wide_rows_get_more_threads_where_they_are_few() -> None:
     assert tuning_of(8192, 4096, 1, 132) is tuning_of(1, 4096, 1, 132) is SHORT
-    assert tuning_of(265, 20480, 1, 132) is MEDIUM and tuning_of(265, 20481, 1, 132) is LONG
-    assert tuning_of(264, 4097, 1, 132) is LONG and tuning_of(16, 131072, 2, 132) is SPLIT
+    assert tuning_of(265, 8192, 1, 132) is MEDIUM and tuning_of(265, 8193, 1, 132) is STREAM
+    assert tuning_of(265, 20480, 1, 132) is STREAM and tuning_of(265, 20481, 1, 132) is LONG
+    assert tuning_of(264, 4097, 1, 132) is tuning_of(133, 4097, 1, 132) is LONG
+    assert tuning_of(132, 16384, 1, 132) is ALONE and tuning_of(132, 16385, 1, 132) is LONG
+    assert tuning_of(16, 131072, 2, 132) is SPLIT
 
 
 def test_rows_are_shared_where_they_are_few_and_long() -> None:
     assert blocks_of_a_row(512, 131072, 132) == 1
     assert blocks_of_a_row(16, 32768, 132) == 1
     assert blocks_of_a_row(16, 131072, 132) == 4
-    assert blocks_of_a_row(32, 131072, 132) == 2
+    assert blocks_of_a_row(66, 65536, 132) == blocks_of_a_row(17, 131072, 132) == 2
+    assert blocks_of_a_row(67, 65536, 132) == blocks_of_a_row(66, 65535, 132) == 1
     assert blocks_of_a_row(2, 1 << 20, 132) == 8
 
 
@@ -200,8 +216,9 @@ def test_refusals_say_why() -> None:
         assert "no CUDA device" in str(topk_cuda.missing())
 
 
-@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
-@pytest.mark.parametrize("tuning", [topk_cuda.LONG, topk_cuda.MEDIUM, topk_cuda.SHORT, topk_cuda.SPLIT])
+@pytest.mark.parametrize(
+    ("capability", "tuning"), [*(((9, 0), t) for t in TUNINGS), *(((10, 0), t) for t in (LONG, SHORT, SPLIT))]
+)
 def test_compiles(capability: tuple[int, int], tuning: Tuning) -> None:
     try:
         _nvrtc()

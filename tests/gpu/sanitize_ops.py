@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from custom_ops import vendor
+from custom_ops import topk_cuda, vendor
 from custom_ops._register import OPS, use_provider
 from custom_ops.index_cache import gather_for_rows
 from custom_ops.indexer import indexer_topk_short
@@ -34,12 +34,24 @@ def run(rows: int, kv_len: int, ops: tuple[str, ...]) -> list[str]:
                     ran.append(f"{case.op} {case.label} {provider}")
             if case.op == "indexer_topk":
                 indexer_topk_short(*case.args)
+            if case.op == "topk_indices":
+                topk_tunings(rows)
             if case.op == "sparse_mla":
                 for split in (False, True):
                     launch_sparse_mla(*case.args, split=split)
                 vendor._flash_mla_inputs(case.args[0], *case.args[2:4])
     torch.cuda.synchronize()
     return ran
+
+
+def topk_tunings(rows: int) -> None:
+    """Every build of the top-k, on rows that fit into its registers and on rows that do not."""
+    width, k = 17_000, 2048
+    logits = torch.randn(rows, width, device="cuda")
+    lengths = torch.tensor([width, 4000, 7000], dtype=torch.int32, device="cuda").repeat(-(-rows // 3))[:rows]
+    out = torch.empty(rows, k, dtype=torch.int32, device="cuda")
+    for tuning in topk_cuda.TUNINGS:
+        topk_cuda.launch(out, logits, None, lengths, None, None, rows, tuning=tuning, blocks=1 + tuning.split)
 
 
 def others() -> list[str]:
