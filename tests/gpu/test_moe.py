@@ -8,6 +8,7 @@ import torch
 import custom_ops
 from custom_ops._register import providers_of
 from custom_ops.moe_experts import launch, moe_experts_reference, tiles_for
+from custom_ops.moe_few_rows import ROWS, launch_few
 from sparse_pcg.models.moe import local_ids
 
 pytestmark = pytest.mark.gpu
@@ -63,6 +64,20 @@ def test_rows_depend_on_themselves_alone() -> None:
         other = x.clone()
         other[100:] = torch.nan
         assert torch.equal(launch(other, gate_up, down, weights, ids, tiles)[:100], whole[:100])
+
+
+@pytest.mark.parametrize(("count", "of", "inter"), [(4, 16, 2048), (32, 32, 256), (4, 256, 256)])
+def test_few_rows_have_the_bits_of_many(count: int, of: int, inter: int) -> None:
+    gate_up, down = experts(count, inter)
+    served = 0
+    for rows in (1, 3, ROWS):
+        x, weights, ids = routed(rows, rows - rows // 4, of, count)
+        args = (x, gate_up, down, weights, ids)
+        few = launch_few(*args)
+        assert torch.equal(few, custom_ops.moe_experts(*args, of))
+        assert torch.equal(few, launch(*args, tiles_for(1, inter)))
+        served += int(few.any(1).sum())
+    assert served
 
 
 def test_captured_without_a_read_by_the_host_and_replayed_on_other_routes() -> None:
