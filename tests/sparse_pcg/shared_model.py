@@ -37,7 +37,7 @@ from tests.gpu import prefill_bench
 from tests.sparse_pcg import toys  # noqa: F401  (registers operators)
 from tests.sparse_pcg.forked import free_port, run_ranks
 
-CONFIG = replace(preset("tiny"), num_layers=3, indexer_types=("full", "shared", "full"))
+CONFIG = replace(preset("tiny"), num_layers=2, indexer_types=("full", "shared"))
 BUCKETS = (16, 64)
 # Batches of (request, new tokens): bucket 64, 16, 64 again with more than index_topk tokens, 16, 64.
 SERVED = ((("a", 50),), (("b", 9),), (("a", 40), ("b", 5)), (("a", 12),), (("c", 33), ("b", 20)))
@@ -46,10 +46,10 @@ SERVED = ((("a", 50),), (("b", 9),), (("a", 40), ("b", 5)), (("a", 12),), (("c",
 def model(mesh: DeviceMesh, device: str, dtype: torch.dtype, expert_parallel: bool, compiler: str) -> dict[str, Any]:
     """The modes of a shared model and its draft against one another, and against one rank alone."""
     rank = Rank.of(mesh, expert_parallel)
-    worlds = []
+    layers, worlds = CONFIG.num_layers, []
     for part in (rank, Rank()):
         target = DSAModel(CONFIG, dtype, device, rank=part)
-        kv = PagedKV(4, 32, index_layers=(0, 2, 3), dtype=dtype, device=device)
+        kv = PagedKV(layers + 1, 32, index_layers=(*CONFIG.index_layers, layers), dtype=dtype, device=device)
         runner = PrefillRunner(target, kv, Options(capture_sizes=BUCKETS, compiler=compiler))
         worlds.append((runner, DraftRunner(NextN(target), kv, runner)))
     (ours, draft), (alone, alone_draft) = worlds

@@ -44,7 +44,7 @@ def look(names: list[str], device: str, folder: Path) -> dict[str, list[dict[str
 def judge_model(name: str, ranks: list[dict[str, Any]], device: str = "cpu") -> None:
     """What must hold for ``shared_model.model``."""
     for found in ranks:
-        assert found["reduced"] == {"piece": 6, "cut": 0} and found["cuts"] == 2
+        assert found["reduced"] == {"piece": 4, "cut": 0} and found["cuts"] == 1
         assert found["fallbacks"] == {}
         served = [(b["bucket"], b["variant"]) for b in found["batches"]]
         assert served == [(64, "short"), (16, "short"), (64, "cut"), (16, "cut"), (64, "short")]
