@@ -43,13 +43,17 @@ def replays_without_sync() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=["tiny", "glm5_2"])
-def served(request: Any, fresh_module: None) -> tuple[sparse_pcg.PrefillRunner, PagedKV]:
+def served(request: Any) -> Iterator[tuple[sparse_pcg.PrefillRunner, PagedKV]]:
+    torch._dynamo.reset()  # for each of the models, not once for the module: a test freezes
+    sparse_pcg.reset()
     config = preset("tiny", num_layers=4, max_positions=16384) if request.param == "tiny" else rank_of_glm5_2()
     model = DSAModel(config, dtype=torch.bfloat16, device="cuda", seed=1)
     kv = PagedKV(config.num_layers, 320, index_layers=config.index_layers, device="cuda", poison=True)
     runner = sparse_pcg.PrefillRunner(model, kv, sparse_pcg.Options(capture_sizes=default_schedule(2048)))
     runner.capture(progress=False)
-    return runner, kv
+    yield runner, kv
+    sparse_pcg.reset()
+    torch._dynamo.reset()
 
 
 def test_every_bucket_in_both_variants(served: Any) -> None:
