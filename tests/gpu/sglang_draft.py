@@ -3,6 +3,7 @@
 ``python -m tests.gpu.sglang_draft OUT`` where SGLang 0.5.17 and this project are installed, on one GPU: writes
 h200-sglang-draft.json into OUT, anew after each step. Target: 4 layers of a GLM-5.2 shape, 8 heads, invented weights.
 ``in_order``: every selection in ascending order, since SGLang's top-k gives another order in each run (``own_order``).
+SGLang's dense attention for short prompts is off, in eager runs too, unless the environment sets its threshold.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -211,7 +213,11 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
 
 
 def compared(drafted: Drafted, new: Sequence[int], prefix: int, seed: int) -> dict[str, Any]:
-    """One batch in every way. graph: whether a replay, and an eager run, was served by a graph."""
+    """One batch in every way.
+
+    graph: whether a replay, and an eager run, was served by a graph. Where no graph served the replay, all runs are
+    eager ones, their equality shows nothing, and variant is left from the batch before.
+    """
     batch, states = drafted.prepared(new, prefix, seed)
     replays, eagers = ([drafted.run(batch, states, mode) for _ in range(2)] for mode in ("replay", "eager"))
     step: dict[str, Any] = {"new": list(new), "prefix": prefix, "variant": drafted.runner.backend.variants.chosen}
@@ -236,10 +242,13 @@ def compared(drafted: Drafted, new: Sequence[int], prefix: int, seed: int) -> di
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
-    out = parser.parse_args().out / "h200-sglang-draft.json"
+    folder = parser.parse_args().out
+    folder.mkdir(parents=True, exist_ok=True)
+    out = folder / "h200-sglang-draft.json"
     os.environ.setdefault("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", "0")  # graphs hold no dense attention
     drafted = Drafted.build()
-    head = {"bench": "sglang-draft", **provenance(), "layers": LAYERS, "heads": HEADS, "draft": drafted.described()}
+    head = {"bench": "sglang-draft", **provenance(), "command": "python -m tests.gpu.sglang_draft OUT"}
+    head |= {"sglang": version("sglang"), "layers": LAYERS, "heads": HEADS, "draft": drafted.described()}
     result: dict[str, Any] = {**head, "steps": [], "ms": []}
     for seed, (new, prefix) in enumerate(STEPS, 1):
         result["steps"].append(compared(drafted, new, prefix, seed))
