@@ -7,6 +7,7 @@ about a sixth of what it costs the host. A plan finds such things out once a rep
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from operator import length_hint
 from typing import Any
 
@@ -85,8 +86,10 @@ class Flat:
                 with torch.cuda.device(device):
                     return self.run()
             if torch._C._cuda_isCurrentStreamCapturing() or torch.autograd._profiler_enabled():
-                # PyTorch refuses to launch inside a capture, and its profiler sees the launches that it makes.
-                rows, places = [(0, step) for step in self.steps], list(range(len(self.steps)))
+                # PyTorch refuses to launch inside a capture, and its profiler sees the launches that it makes; of ops
+                # called past the dispatcher it would not know the names.
+                rows = [(0, partial(_named, *pair)) for pair in zip(self._labels, self.steps, strict=False)]
+                places = list(range(len(rows)))
             stream = torch._C._cuda_getCurrentRawStream(device)
         launch, call, code = self._launch, _nothing, 0
         left = iter(rows)
@@ -108,6 +111,11 @@ class Flat:
             code = self._launch(address, stream)
         check(code)
         return code
+
+
+def _named(label: str, step: Callable[[], Any]) -> None:
+    with torch.profiler.record_function(label):
+        step()
 
 
 def _nothing() -> None:

@@ -39,5 +39,6 @@ def past_dispatcher(call: Callable[..., Any], args: Any, kwargs: Any) -> Callabl
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """No subclass, layout, lazy conjugation or the like, which the dispatcher would treat first."""
-    plain = torch._C._dispatch_keys(torch.empty(0, device=tensor.device))
+    with torch.inference_mode(False):  # a tensor made inside has fewer keys than any other
+        plain = torch._C._dispatch_keys(torch.empty(0, device=tensor.device))
     return (torch._C._dispatch_keys(tensor) | plain) == plain

@@ -190,8 +190,9 @@ def test_inside_a_capture_torch_is_asked_and_refuses(machine: Machine) -> None:
 
 def test_a_profiler_sees_the_launches(machine: Machine) -> None:
     plan = plan_of(machine, 1, "a")
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         assert replayed(machine, plan) == [("torch", 1), "a"]
+    assert [e.name for e in profiled.events()] == ["piece 1", "cut a"]
     assert replayed(machine, plan) == [(1, 70), "a"]
 
 

@@ -72,6 +72,15 @@ def test_what_the_dispatcher_would_treat_first_is_left_to_it(what: str, x: Any) 
     assert past_dispatcher(ADD, (torch.ones(2), torch.ones(2)), {}) is not ADD
 
 
+def test_a_capture_in_inference_mode_calls_past_the_dispatcher_too() -> None:
+    x, y = torch.ones(2), torch.ones(2)
+    with torch.inference_mode():
+        mine = torch.ones(2)
+        assert past_dispatcher(ADD, (x, y), {}) is not ADD
+        assert past_dispatcher(ADD, (mine, y), {}) is not ADD
+        assert past_dispatcher(ADD, (x.to_sparse(), y), {}) is ADD
+
+
 def test_ops_that_are_left_to_the_dispatcher() -> None:
     two = (torch.ones(2), torch.ones(2))
     written_in_cpp = torch.ops.aten.add_.Tensor
