@@ -43,14 +43,12 @@ def register(release: str) -> None:
 
 def choose_backend(release: str, original: Callable[..., Any], cuda_graph_runner: Any) -> Any:
     """Our backend where SGLang would take its own of the same flag; SGLang's wherever ours cannot serve."""
-    flag = _flag(cuda_graph_runner)
-    if flag not in ("breakable", "tc_piecewise"):
-        return original(cuda_graph_runner)
-    try:
-        make = _maker(flag, release, cuda_graph_runner)
-    except Exception:
-        logger.exception("sparse_pcg: SGLang %s %s: cannot serve, SGLang's own graphs are used", release, flag)
-        make = None
+    flag, make = _flag(cuda_graph_runner), None
+    if flag in ("breakable", "tc_piecewise"):
+        try:
+            make = _maker(flag, release, cuda_graph_runner)
+        except Exception:
+            logger.exception("sparse_pcg: SGLang %s %s: cannot serve, SGLang's own graphs are used", release, flag)
     if make is not None:
         return make()
     if is_one_layer_view(cuda_graph_runner.model_runner):
@@ -73,6 +71,8 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
     args = cuda_graph_runner.model_runner.server_args
     serving = Serving(cuda_graph_runner, release)
     if flag == "tc_piecewise":
+        if serving.draft:
+            return None  # its seed is written after graphs of the other kind only
         install(release)
         from .piecewise import SparsePCGPiecewiseBackend
 

@@ -190,6 +190,16 @@ def test_sglangs_own_graphs_are_never_built_for_a_draft(
     assert "seed unwritten" in caplog.text
 
 
+@pytest.mark.parametrize("flag", ["full", "tc_piecewise"])
+def test_graphs_of_another_kind_are_never_built_for_a_draft(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flag: str
+) -> None:
+    monkeypatch.setattr("sparse_pcg.integrations.sglang.hooks._flag", lambda runner: flag)
+    draft = Draft(make_model())
+    assert draft.capture() is None
+    assert "seed unwritten" in caplog.text
+
+
 def test_a_view_names_no_weight_twice() -> None:
     from sparse_pcg.integrations.sglang.draft import is_one_layer_view, one_layer_view
 
