@@ -42,7 +42,7 @@ def _kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     mask = row < num_rows
     token = (row // heads).to(tl.int64)
-    source = q + token * token_stride + (row % heads) * head_stride
+    source = q + token * token_stride + (row % heads).to(tl.int64) * head_stride
     table_row = table + tl.load(positions + token, mask=mask, other=0) * 64
     a, b = load_pairs(source, mask, ROWS, 32, 64, INTERLEAVED)
     high = tl.load(source + 64 + tl.arange(0, 64)[None, :], mask=mask, other=0.0).to(tl.float32)

@@ -85,7 +85,7 @@ def _rope_kernel(
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
     mask = row < num_rows
     token = (row // heads).to(tl.int64)
-    source = x + token * token_stride + (row % heads) * head_stride
+    source = x + token * token_stride + (row % heads).to(tl.int64) * head_stride
     target = out + row.to(tl.int64) * width
     table_row = table + tl.load(positions + token, mask=mask, other=0) * ROPE_DIM
     a, b = load_pairs(source, mask, ROWS, HALF, ROPE_DIM, INTERLEAVED)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -112,6 +113,17 @@ def assert_fake_is_exact(name: str, args: Sequence[Any], real: Any) -> None:
     for f, r in zip(fakes, reals, strict=True):
         assert (f.shape, f.dtype, f.device) == (r.shape, r.dtype, r.device), (f, r)
         assert f.stride() == r.stride(), (f.stride(), r.stride())
+
+
+def far_apart(rows: torch.Tensor, folder: Path) -> torch.Tensor:
+    """bfloat16 [T, 3, D], 2 ** 31 elements between the first head and the last; on a CPU in a file with holes."""
+    elements, (_, _, width) = 2**32 + rows.numel(), rows.shape
+    if rows.is_cuda:
+        memory = torch.empty(elements, dtype=torch.bfloat16, device=rows.device)
+    else:
+        memory = torch.from_file(str(folder / "far"), shared=True, size=elements, dtype=torch.bfloat16)
+    # A distance that wraps to a negative one still lies inside.
+    return memory.as_strided(rows.shape, (width, 2**30, 1), 2**31).copy_(rows)
 
 
 def call(name: str, provider: str, args: Mapping[str, Any]) -> Any:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -194,6 +196,15 @@ def test_q_nan_stays_in_its_head(provider: str, route: dict) -> None:
     q[2, 1], scale[2, 1] = clean[0][2, 1], clean[1][2, 1]
     s.assert_bitwise(q, clean[0])
     s.assert_bitwise(scale, clean[1])
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_q_heads_that_lie_far_apart(tmp_path: Path, provider: str) -> None:
+    args = q_arguments(2)
+    near = s.call("index_q_prepare", provider, args)
+    far = s.call("index_q_prepare", provider, args | {"q": s.far_apart(args["q"], tmp_path)})
+    for got, wanted in zip(far, near, strict=True):
+        s.assert_bitwise(got, wanted)
 
 
 def test_wrong_k_arguments() -> None:

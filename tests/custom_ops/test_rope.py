@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -88,6 +90,13 @@ def test_nan_stays_in_its_row(provider: str) -> None:
     got = s.call("apply_rope", provider, args)
     assert got[4].isnan().all()
     s.assert_bitwise(torch.cat((got[:4], got[5:])), torch.cat((clean[:4], clean[5:])))
+
+
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_heads_that_lie_far_apart(tmp_path: Path, provider: str) -> None:
+    args = arguments(2)
+    near = s.call("apply_rope", provider, args)
+    s.assert_bitwise(s.call("apply_rope", provider, args | {"x": s.far_apart(args["x"], tmp_path)}), near)
 
 
 def test_wrong_arguments() -> None:
