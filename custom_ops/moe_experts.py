@@ -20,6 +20,7 @@ from custom_ops._register import Provider, define, require
 from custom_ops._rows import next_power_of_two
 from custom_ops.moe_few_rows import ROWS as FEW_ROWS
 from custom_ops.moe_few_rows import launch_few
+from custom_ops.moe_tiles import down_tile, gated_tile
 
 _PLAN_BLOCK = 4096
 _SUM_BLOCK = 1024
@@ -87,21 +88,8 @@ def _gate_up_kernel(
     if any_row:
         source = x + (choice // TOP).to(tl.int64)[:, None] * HIDDEN
         n = tl.program_id(0) * BN + tl.arange(0, BN)
-        gate_weight = weight + expert.to(tl.int64) * 2 * INTER * HIDDEN + n[None, :] * HIDDEN
-        up_weight = gate_weight + INTER * HIDDEN
-        gate = tl.zeros((BM, BN), tl.float32)
-        up = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, HIDDEN, BK):
-            k = start + tl.arange(0, BK)
-            a_mask = mask[:, None]
-            b_mask = (n < INTER)[None, :]
-            if HIDDEN % BK != 0:
-                a_mask = a_mask & (k < HIDDEN)[None, :]
-                b_mask = b_mask & (k < HIDDEN)[:, None]
-            a = tl.load(source + k[None, :], mask=a_mask, other=0.0)
-            gate = tl.dot(a, tl.load(gate_weight + k[:, None], mask=b_mask, other=0.0), gate)
-            up = tl.dot(a, tl.load(up_weight + k[:, None], mask=b_mask, other=0.0), up)
-        active = gate * tl.sigmoid(gate) * up
+        weight += expert.to(tl.int64) * 2 * INTER * HIDDEN
+        active = gated_tile(source, weight, mask, n, HIDDEN, INTER, BM, BN, BK)
         place = out + row.to(tl.int64)[:, None] * INTER + n[None, :]
         tl.store(place, active.to(out.dtype.element_ty), mask=mask[:, None] & (n < INTER)[None, :])
 
@@ -126,17 +114,8 @@ def _down_kernel(
     if any_row:
         source = active + row.to(tl.int64)[:, None] * INTER
         n = tl.program_id(0) * BN + tl.arange(0, BN)
-        down = weight + expert.to(tl.int64) * HIDDEN * INTER + n[None, :] * INTER
-        total = tl.zeros((BM, BN), tl.float32)
-        for start in range(0, INTER, BK):
-            k = start + tl.arange(0, BK)
-            a_mask = mask[:, None]
-            b_mask = (n < HIDDEN)[None, :]
-            if INTER % BK != 0:
-                a_mask = a_mask & (k < INTER)[None, :]
-                b_mask = b_mask & (k < INTER)[:, None]
-            a = tl.load(source + k[None, :], mask=a_mask, other=0.0)
-            total = tl.dot(a, tl.load(down + k[:, None], mask=b_mask, other=0.0), total)
+        weight += expert.to(tl.int64) * HIDDEN * INTER
+        total = down_tile(source, weight, mask, n, HIDDEN, INTER, BM, BN, BK)
         total *= tl.load(gates + choice, mask=mask, other=0.0)[:, None]
         place = out + choice.to(tl.int64)[:, None] * HIDDEN + n[None, :]
         tl.store(place, total.to(out.dtype.element_ty), mask=mask[:, None] & (n < HIDDEN)[None, :])

@@ -493,7 +493,7 @@ MUTANTS = [
     _ops("moe_few_rows.py", "        active += BM * INTER\n", "", "test_moe_experts.py::test_by_hand"),
     _ops("moe_few_rows.py", "made.to(out.dtype.element_ty).to(tl.float32), total)", "made, total)",
          "test_moe_experts.py::test_few_rows_have_the_bits_of_many"),
-    _ops("moe_experts.py", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate",
+    _ops("moe_tiles.py", "gate * tl.sigmoid(gate) * up", "up * tl.sigmoid(up) * gate",
          "test_moe_experts.py::test_by_hand"),
     _ops("moe_experts.py", "total *= tl.load(gates + choice,", "total *= tl.load(gates + row,",
          "test_moe_experts.py::test_by_hand"),
