@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Callable
+
+import torch
 
 INVALID_CONTEXT = 201  # what a thread is told that has not used CUDA yet
 
@@ -27,3 +30,11 @@ def check(code: int) -> None:
         said = ctypes.c_char_p()
         driver().cuGetErrorString(code, ctypes.byref(said))
         raise CudaError(f"CUDA error {code}: {(said.value or b'unknown').decode()}")
+
+
+def again(code: int, device: int, call: Callable[[], int]) -> None:
+    """After a ``call`` that gave ``code``: once more in a thread that has not used CUDA yet. Raises CudaError."""
+    if code == INVALID_CONTEXT:
+        torch.cuda.set_device(device)
+        code = call()
+    check(code)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from custom_ops._driver import INVALID_CONTEXT, CudaError, check, driver
+from custom_ops._driver import CudaError, again, check, driver
 
 logger = logging.getLogger(__name__)
 
@@ -138,11 +138,8 @@ class CudaKernel:
             record.attribute_address, cluster > 1,
         )  # fmt: skip
         config, parameters = record.addresses
-        code = self._call(config, self._address, parameters, None)
-        if code == INVALID_CONTEXT:  # a thread that has not used CUDA yet
-            torch.cuda.set_device(self._device)
-            code = self._call(config, self._address, parameters, None)
-        check(code)
+        if code := self._call(config, self._address, parameters, None):
+            again(code, self._device, lambda: self._call(config, self._address, parameters, None))
 
 
 def obstacle(what: str, device: int, build: Callable[[int], object]) -> str | None:

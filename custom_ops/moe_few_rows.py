@@ -1,7 +1,8 @@
 """``moe_experts`` for a few rows, in two kernels: launches are all that such a batch costs beside the weights.
 
 One tile holds all rows, so nothing has to be ordered: each program reads the choices of all of them. The second kernel
-takes the experts in turn and sums as it goes. The bits are those of the four kernels for any number of rows (shown on an H200 in bfloat16).
+takes the experts in turn and sums as it goes. The bits are those of the four kernels for any number of rows (seen on
+an H200 in bfloat16).
 """
 
 from __future__ import annotations

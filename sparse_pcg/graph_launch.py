@@ -1,7 +1,7 @@
 """Launches of captured graphs, past PyTorch's own replay where a launch is all that does.
 
-``CUDAGraph.replay`` guards the device, asks whether the stream captures and visits random generators at every launch:
-about a sixth of what it costs the host. A plan finds such things out once a replay, and launches by address.
+``CUDAGraph.replay`` guards the device, asks whether the stream captures and visits random generators at every launch. A
+plan finds such things out once a replay, and launches by address.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from custom_ops._driver import INVALID_CONTEXT, check, driver
+from custom_ops._driver import again, driver
 
 from .errors import note
 
@@ -96,21 +96,15 @@ class Flat:
         try:
             for address, call in left:
                 if address and (code := launch(address, stream)):
-                    code = self._again(code, address, stream)
+                    assert device is not None  # what has an address has a device
+                    again(code, device, partial(launch, address, stream))
+                    code = 0
                 call()
         except Exception as error:
             place = places[len(rows) - length_hint(left) - 1]
             before = bool(code) and call is not _nothing  # the graph, and not the call after it
             note(error, f"while replaying {self._labels[place - before]}")
             raise
-
-    def _again(self, code: int, address: int, stream: int) -> int:
-        """After a launch that failed: once more in a thread that has not used CUDA yet, else the driver's error."""
-        if code == INVALID_CONTEXT:
-            torch.cuda.set_device(self._device)
-            code = self._launch(address, stream)
-        check(code)
-        return code
 
 
 def _named(label: str, step: Callable[[], Any]) -> None:

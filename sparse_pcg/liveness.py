@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from custom_ops._driver import driver
+
 from .errors import RankError, first_line
 
 BEAT = 0.5  # seconds between two heartbeats
@@ -297,7 +299,7 @@ def _leave_captures_alone() -> None:
     """
     with suppress(OSError):  # no NVIDIA driver: no such captures
         mode = ctypes.c_int(_RELAXED)
-        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+        driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 def _in_capture() -> bool:

@@ -294,7 +294,7 @@ def test_the_thread_that_judges_breaks_no_capture_and_asks_only_about_work_under
                 asked.append(f"query {name}")
             return self.done
 
-    monkeypatch.setattr(liveness.ctypes, "CDLL", lambda name: Driver())
+    monkeypatch.setattr(liveness, "driver", Driver)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     watch = group(2).ranks[0].watch
