@@ -41,7 +41,8 @@ def tokens(count: int, seed: int) -> list[int]:
     return torch.randint(1, 9000, (count,), generator=generator).tolist()
 
 
-def _relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
+def relative_l2(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """The norm of the difference over that of ``wanted``."""
     return float((found - wanted).norm() / wanted.norm())
 
 
@@ -151,14 +152,14 @@ class Worker:
         with slots_in_order():
             answer = self._compare(new, prefix, seed)
         own = self._extend(new, prefix, seed)
-        return answer | {"own_order_relative_l2": _relative_l2(own, torch.from_numpy(answer["logits"]))}
+        return answer | {"own_order_relative_l2": relative_l2(own, torch.from_numpy(answer["logits"]))}
 
     def _compare(self, new: list[int], prefix: int, seed: int) -> dict[str, Any]:
         logits = self._extend(new, prefix, seed)
         answer: dict[str, Any] = {"logits": logits.numpy(), "finite": bool(torch.isfinite(logits).all())}
         again = self._extend(new, prefix, seed)
-        answer |= {"again_bitwise": torch.equal(logits, again), "again_relative_l2": _relative_l2(again, logits)}
-        answer["context_moves"] = _relative_l2(self._extend(new, prefix, seed, context=1), logits)
+        answer |= {"again_bitwise": torch.equal(logits, again), "again_relative_l2": relative_l2(again, logits)}
+        answer["context_moves"] = relative_l2(self._extend(new, prefix, seed, context=1), logits)
         serving, variants = getattr(self.backend, "serving", None), getattr(self.backend, "variants", None)
         if serving is not None and variants is not None:
             chosen = variants.chosen  # of the run above
@@ -170,7 +171,7 @@ class Worker:
             finally:
                 serving.uncaptured = False
             answer["uncaptured_bitwise"] = torch.equal(logits, plain)
-            answer["uncaptured_relative_l2"] = _relative_l2(plain, logits)
+            answer["uncaptured_relative_l2"] = relative_l2(plain, logits)
         return answer
 
     def _extend(self, new: list[int], prefix: int, seed: int, context: int = 0) -> torch.Tensor:

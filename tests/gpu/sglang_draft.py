@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sparse_pcg.bench.one_batch_model import write_model
-from sparse_pcg.bench.one_batch_worker import Worker, ascending, slots_in_order, tokens
+from sparse_pcg.bench.one_batch_worker import Worker, ascending, relative_l2, slots_in_order, tokens
 from sparse_pcg.bench.timing import provenance, write_json
 
 LAYERS, HEADS = 4, 8
@@ -206,7 +206,7 @@ def compare(a: dict[str, Any], b: dict[str, Any]) -> dict[str, Any]:
     """Bytes, distances and seeds of two runs."""
     return {
         "bitwise": {k: torch.equal(a[k], b[k]) for k in ("logits", "hidden", "seed")},
-        "l2": {k: float((a[k] - b[k]).norm() / b[k].norm()) for k in ("logits", "hidden")},
+        "l2": {k: relative_l2(a[k], b[k]) for k in ("logits", "hidden")},
         "seed_same_sets": torch.equal(ascending(a["seed"][:-1]), ascending(b["seed"][:-1])),
         "seed_rest_untouched": bool((a["seed"][-1] == UNTOUCHED).all()),
     }
@@ -235,7 +235,7 @@ def compared(drafted: Drafted, new: Sequence[int], prefix: int, seed: int) -> di
         if prefix:
             other = drafted.prepared(new, prefix, seed, context=1)[0]
             moved = drafted.run(other, states, "replay")["logits"]
-            step["context_moves"] = float((moved - replay["logits"]).norm() / replay["logits"].norm())
+            step["context_moves"] = relative_l2(moved, replay["logits"])
     return step | {"finite": bool(replay["logits"].isfinite().all())}
 
 

@@ -6,7 +6,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,14 +18,7 @@ from sparse_pcg.op_body import past_dispatcher
 from sparse_pcg.plan import Plan
 from tests.sparse_pcg.test_op_body import ADD
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
 def model(x: torch.Tensor) -> torch.Tensor:

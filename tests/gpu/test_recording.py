@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,14 +13,7 @@ import sparse_pcg
 from tests.sparse_pcg.test_recording import CASES
 from tests.sparse_pcg.toys import context, same
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def _fresh() -> Iterator[None]:
-    sparse_pcg.reset()
-    yield
-    sparse_pcg.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh")]
 
 
 @pytest.mark.parametrize("case", CASES)
