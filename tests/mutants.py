@@ -602,7 +602,7 @@ MUTANTS = [
            "tests/sglang/test_one_batch.py::test_turns_medians_and_ratios"),
     Mutant("sparse_pcg/bench/one_batch_worker.py", "with slots_in_order():", "if True:",
            "tests/sglang/test_one_batch.py::test_a_prompt_says_how_far_its_runs_lie_apart"),
-    Mutant("sparse_pcg/bench/one_batch_worker.py", "_relative_l2(plain, logits)", "_relative_l2(again, logits)",
+    Mutant("sparse_pcg/bench/one_batch_worker.py", "relative_l2(plain, logits)", "relative_l2(again, logits)",
            "tests/sglang/test_one_batch.py::test_a_prompt_says_how_far_its_runs_lie_apart"),
     Mutant("sparse_pcg/bench/one_batch_weights.py", "bound = scale * math.sqrt(3", "bound = 1e-3 * (3",
            "tests/sglang/test_one_batch.py::test_the_invented_weights_let_the_context_reach_the_last_token"),
