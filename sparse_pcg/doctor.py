@@ -147,8 +147,8 @@ def _sglang() -> str:
         known = f"{'.'.join(map(str, plugin.FIRST))} to {'.'.join(map(str, plugin.LAST))}"
         return f"{installed}: an unknown release, left as it is (known: {known})"
     return (
-        f"{installed}: served where its prefill graph backend is tc_piecewise (compiled pieces) or breakable "
-        "(recorded pieces); any other is left as it is"
+        f"{installed}: served where its prefill graphs are tc_piecewise (compiled pieces; 0.5.13: piecewise) or "
+        "breakable (recorded pieces); any other is left as it is"
     )
 
 

@@ -13,7 +13,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-RELEASES = ("0.5.14", "0.5.17", "0.5.19", "0.5.23")
+RELEASES = ("0.5.13.post1", "0.5.14", "0.5.17", "0.5.19", "0.5.23")
 SMALL = (
     "pydantic>=2.12,<3", "orjson", "pybase64", "apache-tvm-ffi==0.1.15.post2", "dill", "traitlets", "msgspec", "psutil",
     "pyzmq", "requests", "setproctitle", "sniffio", "pillow",

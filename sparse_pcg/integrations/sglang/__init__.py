@@ -1,8 +1,8 @@
 """The plug-in that SGLang loads (entry-point group ``sglang.srt.plugins``).
 
 Installing the package and choosing SGLang's own flag is all there is to do; ``SPARSE_PCG_SGLANG=0`` leaves SGLang as it
-is. ``activate`` only registers a hook on SGLang's choice of a prefill graph backend: nothing else of SGLang is touched
-until a server builds prefill graphs.
+is. ``activate`` only registers a hook on SGLang's choice of a prefill graph backend (on 0.5.13, on its construction of
+a runner): nothing else of SGLang is touched until a server builds prefill graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 
 logger = logging.getLogger("sparse_pcg")
 
-FIRST, LAST = (0, 5, 14), (0, 5, 23)
+FIRST, LAST = (0, 5, 13), (0, 5, 23)
 
 
 def release_of(version: str) -> tuple[int, ...] | None:

@@ -10,9 +10,9 @@ from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend impor
 
 from .deployment import Serving
 from .draft import Draft, write_seed
-from .recording import CUT
+from .recording import CUT, replaced
 from .segments import RecordedPrefill, pool_scope, record_prefill
-from .variants import Variants, forward_as
+from .variants import Variants
 
 
 @contextmanager
@@ -139,7 +139,7 @@ class SparsePCGBreakableBackend(BreakableCudaGraphBackend):  # type: ignore[misc
         with (
             self.variants.static_metadata(self.variants.chosen, size, static_forward_batch),
             self.serving.keeping_context(),
-            forward_as(body, self._body_forward),  # which is this ``replay`` while SGLang replays
+            replaced(body, "forward", self._body_forward),  # which is this ``replay`` while SGLang replays
             _experts_in_order(body),
             nullcontext([None]) if self.draft is None else self.draft.selection() as found,
         ):

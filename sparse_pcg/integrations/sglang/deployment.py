@@ -68,10 +68,25 @@ def deployment_of(model_runner: Any) -> Deployment:
     )
 
 
+def is_sparse(attn_backend: Any) -> bool:
+    """Whether a server's attention is sparse attention."""
+    return type(attn_backend).__name__ == "DeepseekSparseAttnBackend"
+
+
+def _fuses_topk(attn_backend: Any) -> bool:
+    """Whether top-k gives physical slots; else attention looks them up in a page table, the dummy's while capturing."""
+    fused = getattr(attn_backend, "use_fused_topk", None)
+    if fused is None:  # releases whose backend asks the environment at each call
+        from sglang.srt.environ import envs
+
+        fused = envs.SGLANG_DSA_FUSE_TOPK.get()
+    return bool(fused)
+
+
 def _objections(model_runner: Any) -> Iterator[str]:
     """What else of a SGLang server speaks against captured attention."""
     backend = model_runner.attn_backend
-    if type(backend).__name__ != "DeepseekSparseAttnBackend":
+    if not is_sparse(backend):
         yield f"the attention backend is {type(backend).__name__}, not sparse attention"
         return
     if getattr(model_runner, "is_draft_worker", False) and not is_one_layer_view(model_runner):
@@ -80,7 +95,7 @@ def _objections(model_runner: Any) -> Iterator[str]:
         yield "selections returned to the client"
     if os.environ.get("SGLANG_DSA_TOPK_BROADCAST", "0").lower() in ("1", "true", "yes"):
         yield "SGLANG_DSA_TOPK_BROADCAST"
-    if not getattr(backend, "use_fused_topk", True):
+    if not _fuses_topk(backend):
         yield "top-k and page lookup are not fused"
     impl = getattr(backend, "dsa_prefill_impl", None)
     fp8 = bool(getattr(backend, "dsa_kv_cache_store_fp8", False))
@@ -142,10 +157,13 @@ class Serving:
         """The smallest bucket whose rows are always more than half the SMs, where the kernel's order depends on it."""
         if self.attn_backend.dsa_prefill_impl != "trtllm":
             return 0
+        from .layout import most_padding
+
         regime = torch.cuda.get_device_properties(self.attn_backend.device).multi_processor_count // 2
-        before = 0
+        padding, before = most_padding(), 0
         for bucket in sorted(buckets):
-            if max(before + 1, -(-bucket // 2)) > regime:
+            fewest = before + 1 if padding is None else max(before + 1, -(-bucket // padding))
+            if fewest > regime:
                 return bucket
             before = bucket
         return max(buckets) + 1
@@ -189,12 +207,17 @@ class Serving:
             )
             return
         cuts = sorted({plan.cuts for plan in plans.values()})
-        off = "; ".join(f"{feature} off: {why}" for feature, why in self.reasons.items())
+        features: dict[str, list[str]] = {}
+        for feature, why in self.reasons.items():
+            features.setdefault(why, []).append(feature)
+        off = "; ".join(f"{', '.join(names)} off: {why}" for why, names in features.items())
+        captured = any(map(self.serves, plans))
+        attention = f"{self.attn_backend.dsa_prefill_impl} in the graph" if captured else "a cut"
         logger.info(
             "sparse_pcg: SGLang %s %s: %d buckets %d..%d, cuts per prefill %s, %d short graphs with 0 cuts, "
-            "attention %s in the graph%s",
+            "attention %s%s",
             self.release, flag, len(plans), min(plans), max(plans), "/".join(map(str, cuts)), short,
-            self.attn_backend.dsa_prefill_impl, f" ({off})" if off else "",
+            attention, f" ({off})" if off else "",
         )  # fmt: skip
 
     def note(self, bucket: int, variant: str, plan: Any) -> None:

@@ -110,12 +110,12 @@ class Draft:
     @contextmanager
     def captured(self, bucket: int, variant: str) -> Iterator[None]:
         """Around the capture of one graph: its selection is where every replay leaves it."""
-        from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph
+        from .layout import segmented
 
         with self.selection() as found:
             yield
         # The graphs hold the memory, as they do that of a break's arguments.
-        self.selections[bucket, variant] = breakable_cuda_graph._weak_ref_if_tensor(found[-1])
+        self.selections[bucket, variant] = segmented._weak_ref_if_tensor(found[-1])
 
 
 def _index_by_layer(cuda_graph_runner: Any, layer_id: int) -> None:

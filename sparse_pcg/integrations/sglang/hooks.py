@@ -6,17 +6,28 @@ import importlib
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from sparse_pcg.gates import ATTENTION as ATTENTION_GATE
 
+from . import LAST, release_of
 from .draft import capture_draft, is_one_layer_view
-from .recording import captured_attention, captured_indexer, cut_selection, select_everything, skips_logits
+from .recording import (
+    captured_attention,
+    captured_indexer,
+    cut_selection,
+    replaced,
+    select_everything,
+    skips_logits,
+)
 
 logger = logging.getLogger("sparse_pcg")
 
 _SRT = "sglang.srt"
 CHOICE = f"{_SRT}.model_executor.runner_backend.utils.resolve_prefill_backend"
+_MODEL_RUNNER = f"{_SRT}.model_executor.model_runner"
+CONSTRUCTION = f"{_MODEL_RUNNER}.ModelRunner.init_piecewise_cuda_graphs"  # releases before there were backends
 _MLA = f"{_SRT}.models.deepseek_common.attention_forward_methods.forward_mla"
 _INDEXER = f"{_SRT}.layers.attention.dsa.dsa_indexer"
 _SETUP = f"{_SRT}.model_executor.model_runner_components.cuda_graph_setup"
@@ -32,8 +43,12 @@ INDEXER = (f"{_INDEXER}.bcg_dsa_indexer_prefill_split",)
 
 
 def register(release: str) -> None:
-    """Hook SGLang's choice of a prefill backend."""
+    """Hook SGLang's choice of a prefill backend, or its construction of the runner that is one."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if (release_of(release) or LAST) < (0, 5, 14):
+        HookRegistry.register(CONSTRUCTION, construct_with(release), HookType.AROUND)
+        return
 
     def choose(original: Callable[..., Any], cuda_graph_runner: Any) -> Any:
         return choose_backend(release, original, cuda_graph_runner)
@@ -56,6 +71,41 @@ def choose_backend(release: str, original: Callable[..., Any], cuda_graph_runner
     return original(cuda_graph_runner)
 
 
+def construct_with(release: str) -> Callable[..., Any]:
+    """The hook around SGLang's construction of its piecewise runner: inside it, the class is ours."""
+
+    def hook(original: Callable[..., Any], model_runner: Any, *args: Any, **kwargs: Any) -> Any:
+        module = importlib.import_module(_MODEL_RUNNER)
+        make = partial(_construct, release, module.PiecewiseCudaGraphRunner)
+        with replaced(module, "PiecewiseCudaGraphRunner", make):
+            return original(model_runner, *args, **kwargs)
+
+    return hook
+
+
+def _construct(release: str, own: Callable[[Any], Any], model_runner: Any) -> Any:
+    """Our runner, or SGLang's ``own`` where ours cannot serve."""
+    from .deployment import is_sparse
+
+    why = ""
+    if not is_sparse(model_runner.attn_backend):
+        why = "the attention is not sparse attention"
+    elif model_runner.is_draft_worker:
+        why = "the prefill of a draft"
+    elif model_runner.spec_algorithm.is_eagle() and not model_runner.server_args.enable_return_hidden_states:
+        why = "a draft asks for hidden states, and this release replays no batch that does"
+    if why:
+        logger.info("sparse_pcg: SGLang %s piecewise: SGLang's own graphs; %s", release, why)
+        return own(model_runner)
+    try:
+        install(release)
+        from .piecewise_runner import SparsePCGPiecewiseRunner
+    except Exception:
+        logger.exception("sparse_pcg: SGLang %s piecewise: cannot serve, SGLang's own graphs are used", release)
+        return own(model_runner)
+    return SparsePCGPiecewiseRunner(model_runner, release)
+
+
 def _flag(cuda_graph_runner: Any) -> str | None:
     """The kind of prefill graph that the server was started with."""
     flag: str | None = getattr(cuda_graph_runner, "prefill_backend_name", None)
@@ -66,10 +116,13 @@ def _flag(cuda_graph_runner: Any) -> str | None:
 
 
 def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any] | None:
-    from .deployment import Serving, argument
+    from .deployment import Serving, argument, is_sparse
 
     args = cuda_graph_runner.model_runner.server_args
     serving = Serving(cuda_graph_runner, release)
+    if not is_sparse(serving.attn_backend):
+        serving.report(flag, {}, 0)
+        return None
     if flag == "tc_piecewise":
         if serving.draft:
             return None  # its seed is written after graphs of the other kind only
@@ -117,20 +170,21 @@ def install(release: str) -> None:
     global _installed
     if _installed:
         return
-    _installed = True
     from sglang.srt.model_executor.forward_context import get_attn_backend
-    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    from .layout import eager_on_graph, running_batch
+
+    indexer = importlib.import_module(_INDEXER).Indexer
+    _installed = True  # what may be missing is there: from here on nothing is done twice
     for name in ATTENTION:
         _wrap(name, captured_attention)
     for name in INDEXER:
         _wrap(name, captured_indexer)
 
     def running() -> tuple[Any, Any]:
-        return _running_batch(), get_attn_backend()
+        return running_batch(), get_attn_backend()
 
-    indexer = importlib.import_module(_INDEXER).Indexer
     for method, hook in {
         "_forward_cuda_k_only": select_everything,
         "_should_skip_logits_computation": skips_logits,
@@ -158,12 +212,3 @@ def _wrap(name: str, hook: Callable[..., Any]) -> None:
     if original is None or isinstance(original, _Bound):
         return
     setattr(owner, attribute, _Bound(hook, original))
-
-
-def _running_batch() -> Any:
-    """The batch of the prefill under way, as SGLang's breaks read it."""
-    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import (
-        get_tc_piecewise_forward_context,
-    )
-
-    return get_tc_piecewise_forward_context().forward_batch

@@ -57,7 +57,7 @@ class Piece:
         self._started = False
 
     def __call__(self, *args: Any) -> Any:
-        from sglang.srt.compilation.compile_phase import get_pcg_capture_stream, is_in_torch_compile_warmup
+        from . import layout
 
         if not self._started:
             self._started = True
@@ -65,7 +65,7 @@ class Piece:
                 self._sglang_backend.compiler_manager.save_to_file()
             return self._general(*args)
         held = self._sizes.get(args[self._row_arguments[0]]) if self._row_arguments else None
-        if held is None or is_in_torch_compile_warmup():
+        if held is None or layout.warms_up():
             return self._general(*args)
         if held.graph is not None:
             if _addresses(args) != held.addresses:
@@ -78,7 +78,7 @@ class Piece:
         held.visits += 1
         if held.visits == 1:
             return self._general(*args)
-        stream = get_pcg_capture_stream()
+        stream = layout.capture_stream()
         if stream is None:
             count_fallback("recompile", f"SGLang compiled piece {self._index} while serving")
             return self._general(*args)

@@ -65,6 +65,17 @@ def recording(value: Recording) -> Iterator[Recording]:
         _current.recording = before
 
 
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Inside the block ``owner.name`` is ``value``."""
+    own = vars(owner).get(name, owner)  # itself: a method of its class
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        delattr(owner, name) if own is owner else setattr(owner, name, own)
+
+
 def captured_attention(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Around a break that runs attention: captured where it attends a selection of tokens."""
     now = current()

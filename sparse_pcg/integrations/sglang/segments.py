@@ -12,13 +12,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as sglang_graphs
 
 from sparse_pcg.counters import COUNTS, LIVE
 from sparse_pcg.errors import CaptureError
 from sparse_pcg.graph_launch import GraphLaunch
 from sparse_pcg.plan import Plan
 from sparse_pcg.split import CUT, PIECE
+
+from .layout import segmented
 
 _EMPTY = "The CUDA Graph is empty"
 
@@ -35,7 +36,7 @@ class _Breaks(list):  # type: ignore[type-arg]
         self._plan.cuts += 1
 
 
-class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
+class RecordedPrefill(segmented.BreakableCUDAGraph):
     """One bucket and variant; ``replay()`` as SGLang calls it. Counted among the live graphs."""
 
     def __init__(self, variant: str) -> None:
@@ -56,11 +57,11 @@ class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
         self._said.clear()
 
     def replay(self) -> None:
-        token = sglang_graphs._current_stream_var.set(_device_module().current_stream())
+        token = segmented._current_stream_var.set(_device_module().current_stream())
         try:
             self.plan.replay()
         finally:
-            sglang_graphs._current_stream_var.reset(token)
+            segmented._current_stream_var.reset(token)
 
     # What the registry of live graphs asks for.
 
@@ -86,7 +87,7 @@ class RecordedPrefill(sglang_graphs.BreakableCUDAGraph):
         LIVE.discard(self)
 
 
-class _CaptureOfOlderReleases(sglang_graphs.BreakableCUDAGraphCapture):  # type: ignore[misc]
+class _CaptureOfOlderReleases(segmented.BreakableCUDAGraphCapture):  # type: ignore[misc]
     """For releases whose capture keeps its segments itself: each goes to the recorded prefill as it ends."""
 
     def _end_current_segment(self) -> None:
@@ -95,15 +96,15 @@ class _CaptureOfOlderReleases(sglang_graphs.BreakableCUDAGraphCapture):  # type:
 
 
 def _capture(recorded: RecordedPrefill, pool: Any, stream: Any, barrier: Callable[[], None] | None) -> Any:
-    if hasattr(sglang_graphs.BreakableCUDAGraph, "_append_segment"):
-        return sglang_graphs.BreakableCUDAGraphCapture(
+    if hasattr(segmented.BreakableCUDAGraph, "_append_segment"):
+        return segmented.BreakableCUDAGraphCapture(
             cuda_graph=recorded, pool=pool, stream=stream, barrier_fn=barrier
         )
     return _CaptureOfOlderReleases(cuda_graph=recorded, pool=pool, stream=stream)
 
 
 def _device_module() -> Any:
-    get = getattr(sglang_graphs, "get_device_module", None)
+    get = getattr(segmented, "get_device_module", None)
     return torch.cuda if get is None else get()
 
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import eager_on_graph
 from torch import fx
 
 from sparse_pcg.compiled_graph import CompiledGraph
@@ -15,6 +14,7 @@ from sparse_pcg.options import Options
 from sparse_pcg.plan import Step
 from sparse_pcg.split import CUT
 
+from .layout import eager_on_graph, segmented
 from .recording import captured_attention, captured_indexer
 
 ATTENTION = ("sglang.unified_attention_with_output", "sglang.mla_bmm_then_unified_attention")
@@ -49,6 +49,7 @@ class ServedGraph:
         self._record, self._tokens = record, tokens
         self._visits: dict[int, int] = {}
         self._recorded: dict[int, tuple[Callable[[], Any], Any]] = {}
+        self._bridges: list[Any] = []  # what live calls returned: graphs read it, and 0.5.14 and before let it go
 
     def __call__(self, *args: Any) -> Any:
         tokens = self._tokens()
@@ -76,7 +77,10 @@ class ServedGraph:
         with program.objects.in_table():
             for step, dead in zip(program.steps, program.dead, strict=True):
                 args, kwargs = step.bind(values)
-                step.store(_breaking(step)(*args, **kwargs) if step.kind == CUT else step.run(*args, **kwargs), values)
+                result = _breaking(step)(*args, **kwargs) if step.kind == CUT else step.run(*args, **kwargs)
+                if step.kind == CUT and result is not None and segmented._current_capture_var.get() is not None:
+                    self._bridges.append(result)
+                step.store(result, values)
                 for index in dead:
                     values[index] = None
         return program.results(values)

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as sglang_graphs
-
 from .deployment import Serving
+from .layout import segmented
 from .recording import CUT, SHORT, Recording, recording
 from .segments import RecordedPrefill
-
-
-@contextmanager
-def forward_as(body: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """Inside the block ``body.forward`` is ``forward``."""
-    before = body.forward
-    body.forward = forward
-    try:
-        yield
-    finally:
-        body.forward = before
 
 
 class Variants:
@@ -57,7 +45,7 @@ class Variants:
         if SHORT in kept and self.serving.is_short(forward_batch):
             self.chosen = SHORT
         result = None
-        if self.chosen == CUT or self.serving.needs_metadata:
+        if self.chosen == CUT or self.serving.needs_metadata or self.serving.uncaptured:
             result = self._prepare(forward_batch, static_forward_batch, size)
         self.serving.wait_for_loads()
         return result
@@ -81,7 +69,7 @@ class Variants:
             lens.fill_(1)
         longest = max(before.max_seq_len_k, serving.index_topk)
         backend.forward_metadata = replace(before, dsa_cache_seqlens_int32=lens, max_seq_len_k=longest)
-        state = Recording(variant, serving.indexer, serving.rows, sglang_graphs._current_capture_var, batch)
+        state = Recording(variant, serving.indexer, serving.rows, segmented._current_capture_var, batch)
         try:
             with recording(state):
                 yield

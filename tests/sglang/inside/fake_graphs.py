@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -103,6 +104,9 @@ def capture(graph: FakeGraph, pool: Any = None, stream: Any = None) -> Iterator[
         graph.capture_end()
 
 
+_handles = itertools.count(8)
+
+
 class _Stream:
     stream_id = 0
 
@@ -125,5 +129,5 @@ def device_module() -> Any:
         current_stream=lambda device=None: stream,
         stream=lambda given: given,
         synchronize=lambda: None,
-        graph_pool_handle=lambda: (0, 7),
+        graph_pool_handle=lambda: (0, next(_handles)),
     )

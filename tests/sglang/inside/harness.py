@@ -13,11 +13,29 @@ from . import fake_graphs, host, layers
 RELEASE = version("sglang")
 BREAKABLE, PIECEWISE = "breakable", "tc_piecewise"
 # The flags whose graphs a sparse-attention model can use in this release.
-FLAGS = {"0.5.14": (PIECEWISE,), "0.5.23": (BREAKABLE,)}.get(RELEASE, (BREAKABLE, PIECEWISE))
+FLAGS = {"0.5.13.post1": (PIECEWISE,), "0.5.14": (PIECEWISE,), "0.5.23": (BREAKABLE,)}.get(
+    RELEASE, (BREAKABLE, PIECEWISE)
+)  # fmt: skip
 # (new tokens, prefix) per request, seed; TOPK is 8, so some are short and some are not.
 BATCHES = [
     ([5], [0], 1), ([4, 3], [0, 0], 2), ([12], [0], 3), ([10, 9], [3, 20], 4), ([16], [0], 5), ([3], [2], 6),
     ([1], [50], 7), ([8], [0], 8), ([9], [0], 9), ([4, 20], [1, 0], 10),
+]  # fmt: skip
+
+# What the plug-in hooks at start-up.
+CHOICE: tuple[Any, str]
+if host.ONE_RUNNER:
+    CHOICE = host.srt("model_executor.model_runner").ModelRunner, "init_piecewise_cuda_graphs"
+else:
+    CHOICE = host.srt("model_executor.runner_backend.utils"), "resolve_prefill_backend"
+# The flag's name in the log.
+SAID = {PIECEWISE: "piecewise"} if host.ONE_RUNNER else {}
+
+# Exact and nearly exact buckets, one row, several requests on both sides of TOPK.
+EDGES = [
+    ([16], [0], 1), ([16], [30], 2), ([32], [0], 3), ([32], [20], 4), ([17], [0], 5), ([1], [0], 6), ([1], [7], 7),
+    ([1], [8], 8), ([8, 8], [0, 0], 9), ([8, 8, 8, 8], [0, 0, 0, 0], 10), ([4, 4, 4, 4], [4, 5, 3, 0], 11),
+    ([1, 1, 1, 1], [50, 3, 7, 8], 12), ([31], [1], 13), ([15, 1], [0, 0], 14),
 ]  # fmt: skip
 
 device_module = fake_graphs.device_module()
@@ -35,7 +53,7 @@ class NoA2A:
 def prepare() -> None:
     """Once a process: kernels, graphs and a process group of one."""
     host.patch_kernels()
-    graphs = host.srt("model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph")
+    graphs = host.SEGMENTED
     if hasattr(graphs, "get_device_module"):
         graphs.get_device_module = lambda: device_module
     else:
@@ -44,7 +62,7 @@ def prepare() -> None:
     graphs._check_cuda_bindings = lambda: None
     torch.cuda.CUDAGraph = fake_graphs.FakeGraph  # type: ignore[misc, assignment]
     torch.cuda.graph = fake_graphs.capture  # type: ignore[misc, assignment]
-    for name in (BREAKABLE, PIECEWISE):
+    for name in () if host.ONE_RUNNER else (BREAKABLE, PIECEWISE):
         module = host.srt(f"model_executor.runner_backend.{name}_cuda_graph_backend")
         module.set_graph_pool_id = lambda pool: None
         module.get_or_create_global_graph_memory_pool = lambda device: (0, 7)
@@ -64,10 +82,17 @@ def make_body(seed: int = 0) -> Any:
 
 
 class Server:
-    """A runner and its backend. ours: chosen through the plug-in's hook; else SGLang's own."""
+    """A runner and its backend (the runner, in releases that have one). ours: through the plug-in's hook."""
 
     def __init__(self, body: Any, flag: str, ours: bool, **arguments: Any) -> None:
         body = copy.deepcopy(body)
+        if host.ONE_RUNNER:
+            from .one_runner import Runner
+
+            self.runner = Runner(body, device_module)
+            vars(self.runner.model_runner.server_args).update(arguments)
+            self.backend = self.runner.build(RELEASE, ours)
+            return
         self.runner = host.Runner(body, layers.Outer(body), flag, device_module)
         vars(self.runner.model_runner.server_args).update(arguments)
         module = host.srt(f"model_executor.runner_backend.{flag}_cuda_graph_backend")
@@ -94,9 +119,14 @@ class Server:
         return pool.latent[:, 1:], pool.index[:, 1:]
 
     @property
+    def served(self) -> Any:
+        """What holds our graphs: ``serving``, ``variants``."""
+        return getattr(self.backend, "prefill", self.backend)
+
+    @property
     def graphs(self) -> dict[int, Any]:
         """bucket -> variant -> recorded prefill."""
-        found: dict[int, Any] = self.backend.variants.graphs
+        found: dict[int, Any] = self.served.variants.graphs
         return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import sys
 from contextlib import contextmanager, nullcontext, suppress
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,6 +32,13 @@ def srt(name: str) -> Any:
     return importlib.import_module(f"sglang.srt.{name}")
 
 
+def _head_gates(x: Any, weight: Any, heads: float, scale: float, q_scale: Any) -> Any:
+    return F.linear(x, weight).float().unsqueeze(-1) * heads * q_scale * scale
+
+
+PLAIN = {"logits_head_gate_pcg": _head_gates}  # ops whose own body asks for a GPU
+
+
 def _register_for_any_device() -> None:
     """SGLang registers its ops for CUDA only."""
     library = srt("utils.common").sglang_lib
@@ -38,6 +46,7 @@ def _register_for_any_device() -> None:
 
     def impl(name: str, fn: Any, key: str = "", **kwargs: Any) -> None:
         if key == "CUDA":
+            fn = PLAIN.get(name, fn)
             BODIES[name], key = fn, "CompositeExplicitAutograd"
         register(name, fn, key, **kwargs)
 
@@ -60,7 +69,12 @@ def _indexer() -> Any:
 _register_for_any_device()
 INDEXER = _indexer()
 MLA = srt("models.deepseek_common.attention_forward_methods.forward_mla")
-BREAKABLE = srt("model_executor.runner_backend_utils.breakable_cuda_graph.context")
+ONE_RUNNER = find_spec("sglang.srt.model_executor.piecewise_cuda_graph_runner") is not None  # and no graph backends
+_SEGMENTED = "model_executor.breakable_cuda_graph" if ONE_RUNNER else (
+    "model_executor.runner_backend_utils.breakable_cuda_graph"
+)  # fmt: skip
+PHASE = srt("compilation.piecewise_context_manager" if ONE_RUNNER else "compilation.compile_phase")
+BREAKABLE, SEGMENTED = srt(f"{_SEGMENTED}.context"), srt(f"{_SEGMENTED}.breakable_cuda_graph")
 
 
 def flash_mla_sparse_fwd(
@@ -153,8 +167,13 @@ def patch_kernels() -> None:
     indexer._is_cuda = True
     if hasattr(indexer, "pcg_dsa_indexer_prefill_split"):
         srt("layers.attention.dsa.dsa_prefill_cuda_graph")._is_cuda = True
-    else:
+    else:  # the indexer is not one op
         _ask_on_device(indexer.Indexer)
+        indexer.rearrange = lambda x, pattern, d: x.view(x.shape[0], -1, d)
+        indexer.rotate_activation = lambda x: x * 1.0
+        srt("layers.attention.dsa.triton_kernel").act_quant = _quantise
+        arguments = SimpleNamespace(get_attention_backends=lambda: ("dsa", "dsa"))
+        srt("server_args").set_global_server_args_for_scheduler(arguments)
     utils.is_cuda = lambda: True
     utils.is_dsa_enable_prefill_cp = indexer.is_dsa_enable_prefill_cp = lambda: False
     kernel = sys.modules.setdefault("sgl_kernel", importlib.import_module("sgl_kernel"))
@@ -162,6 +181,8 @@ def patch_kernels() -> None:
     for name in ("sgl_kernel.flash_mla", "sglang.kernels.ops.attention.flash_mla_interface"):
         with suppress(ImportError):  # each release imports it from one of them
             importlib.import_module(name).flash_mla_sparse_fwd = flash_mla_sparse_fwd
+    topk = srt("layers.attention.dsa.dsa_topk_backend").DSATopKBackend
+    topk.should_use_topk_v2 = lambda self: False  # another kernel for batches of as many rows as requests
     indexer.deep_gemm = SimpleNamespace(fp8_mqa_logits=fp8_mqa_logits)
     indexer.resolve_fp8_mqa_logits_fn = lambda: fp8_mqa_logits
     indexer.mqa_logits_should_chunk = lambda **sizes: (False, 0)
@@ -171,6 +192,11 @@ def patch_kernels() -> None:
     indexer.fused_q_indexer_rope_first_quant = _prepare_q
     backend.concat_mla_absorb_q_general = lambda nope, rope: torch.cat([nope, rope], -1)
     backend.is_cuda = lambda: False
+    if ONE_RUNNER:
+        alone = SimpleNamespace(world_size=1, rank_in_group=0, pynccl_comm=None)
+        for name in ("_TP", "_ATTN_TP", "_ATTN_CP", "_PP", "_MOE_EP", "_MOE_TP"):
+            setattr(srt("distributed.parallel_state"), name, alone)
+        return
     runtime = srt("runtime_context")
     if hasattr(runtime, "_build_config_bags"):  # releases that read arguments from published namespaces
         runtime._CONTEXT.set_server_args(srt("server_args").ServerArgs(model_path="none"))
@@ -201,6 +227,10 @@ def _prepare_q(q: Any, weights: Any, scale: float, cache: Any, positions: Any) -
     return (q * 1.0).as_subclass(OnDevice), (weights * scale).unsqueeze(-1)
 
 
+def _quantise(x: Any, block: int, scale_format: Any) -> Any:
+    return x * 1.0, x.new_ones(*x.shape[:-1], 1)
+
+
 def _store_k(key: Any, cache: Any, loc: Any, *rest: Any) -> None:
     cache[loc] = key
 
@@ -214,6 +244,11 @@ class Linear(torch.nn.Module):
 
     def forward(self, x: Any) -> Any:
         return F.linear(x, self.weight), None
+
+
+def _rotate(positions: Any, q: Any, k: Any) -> Any:
+    turn = torch.cos(positions.float() * 0.1)
+    return q * turn[:, None, None], k * turn[:, None]
 
 
 def make_indexer(layer_id: int) -> Any:
@@ -230,6 +265,9 @@ def make_indexer(layer_id: int) -> Any:
     own.wq_b, own.wk_weights_proj = Linear(Q_LORA, INDEX_HEADS * INDEX_DIM), Linear(HIDDEN, INDEX_DIM + INDEX_HEADS)
     own.k_norm = SimpleNamespace(weight=None, bias=None, variance_epsilon=0.0)
     own.rotary_emb = SimpleNamespace(cos_sin_cache=None)
+    if not hasattr(INDEXER, "pcg_dsa_indexer_prefill_split"):
+        own.wk, own.weights_proj, own.k_norm = Linear(HIDDEN, INDEX_DIM), Linear(HIDDEN, INDEX_HEADS), torch.tanh
+        own.rotary_emb, own.scale_fmt = _rotate, None
     own._with_real_sm_count = nullcontext
     own._pad_heads_for_deep_gemm = lambda q, w: (q, w, q.shape[1])
     own._should_chunk_mqa_logits = lambda q, k, d: (False, 0)
@@ -245,7 +283,9 @@ def make_backend(pool: Pool, table: Any) -> Any:
     own.req_to_token, own.token_to_kv_pool = table, pool
     own.dsa_prefill_impl = own.dsa_decode_impl = "flashmla_sparse"
     own.dsa_kv_cache_store_fp8 = own.enable_auto_select_prefill_impl = own.use_mha = False
-    own.hisparse_coordinator, own.use_fused_topk = None, True
+    own.hisparse_coordinator = None
+    if hasattr(srt("layers.attention.dsa.utils"), "should_use_dsa_fused_topk"):
+        own.use_fused_topk = True
     own.dsa_topk_backend = srt("layers.attention.dsa.dsa_topk_backend").DSATopKBackend.SGL_KERNEL
     own._arange_buf = torch.arange(1024, dtype=torch.int32)
     own.device_sm_major, own.speculative_num_draft_tokens, own.topk = 9, 0, 0

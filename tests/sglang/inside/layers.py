@@ -11,8 +11,6 @@ from .host import (
     BREAKABLE,
     HEADS,
     HIDDEN,
-    INDEX_DIM,
-    INDEX_HEADS,
     INDEXER,
     LATENT,
     MLA,
@@ -40,7 +38,7 @@ class Layer(torch.nn.Module):
         self.kv, self.out = Linear(HIDDEN, LATENT + ROPE), Linear(HEADS * LATENT, HIDDEN)
         self.w_kc = torch.nn.Parameter(torch.randn(HEADS, NOPE, LATENT) / NOPE**0.5, requires_grad=False)
         self.indexer = make_indexer(layer_id) if full else None
-        if METHODS:
+        if METHODS or not SPLIT_INDEXER:
             self.attn = self.attn_mqa = RADIX.RadixAttention(HEADS, LATENT + ROPE, 0.3, 1, layer_id, v_head_dim=LATENT)
             return
         self.attn = SimpleNamespace(
@@ -53,6 +51,13 @@ class Layer(torch.nn.Module):
         q = self.q_b(q_lora)[0].view(-1, HEADS, NOPE + ROPE)
         latent = self.kv(hidden)[0].unsqueeze(1)
         q_nope, q_pe = q.split([NOPE, ROPE], -1)
+        if not SPLIT_INDEXER:
+            if self.full:
+                before = self.indexer.forward_cuda(hidden, q_lora, positions, batch, self.layer_id)
+            q = torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
+            k_nope, k_pe = latent[..., :LATENT], latent[..., LATENT:]
+            out = self.attn(q, k_nope, k_nope, batch, True, q_rope=q_pe, k_rope=k_pe, topk_indices=before)
+            return hidden + torch.tanh(self.out(out.reshape(-1, HEADS * LATENT))[0]), before
         out = q.new_empty(q.shape[0], HEADS * LATENT)
         if self.full:
             before = self.select(hidden, q_lora, positions)
@@ -62,26 +67,15 @@ class Layer(torch.nn.Module):
     def select(self, hidden: Any, q_lora: Any, positions: Any) -> Any:
         """The slots that each row attends."""
         chosen = torch.full((hidden.shape[0], TOPK), -1, dtype=torch.int32)
-        if SPLIT_INDEXER:
-            split = INDEXER.pcg_dsa_indexer_prefill_split
-            if BREAKABLE.is_in_breakable_cuda_graph():
-                split = INDEXER.bcg_dsa_indexer_prefill_split
-            split(layer_id=self.layer_id, x=hidden, q_lora=q_lora, positions=positions, topk_result=chosen)
-            return chosen
-        q = self.indexer.wq_b(q_lora)[0].view(-1, INDEX_HEADS, INDEX_DIM)
-        key, weights = self.indexer.wk_weights_proj(hidden)[0].split([INDEX_DIM, INDEX_HEADS], -1)
-        INDEXER.k_cache_and_topk_result(self.layer_id, key, q * 1.0, weights.unsqueeze(-1) * 0.5, chosen)
+        split = INDEXER.pcg_dsa_indexer_prefill_split
+        if BREAKABLE.is_in_breakable_cuda_graph():
+            split = INDEXER.bcg_dsa_indexer_prefill_split
+        split(layer_id=self.layer_id, x=hidden, q_lora=q_lora, positions=positions, topk_result=chosen)
         return chosen
 
     def attend(self, q_nope: Any, q_pe: Any, k_nope: Any, k_pe: Any, out: Any, chosen: Any) -> None:
         """Attention over the chosen slots into ``out``."""
         q_in = q_nope.transpose(0, 1)
-        if not SPLIT_INDEXER:
-            q = torch.bmm(q_in, self.w_kc).transpose(0, 1)
-            RADIX.unified_attention_with_output(
-                q, k_nope, k_nope, out, True, self.layer_id, q_rope=q_pe, k_rope=k_pe, topk_indices=chosen
-            )
-            return
         bmm_out = q_pe.new_empty(HEADS, q_pe.shape[0], LATENT)
         args = (q_in, self.w_kc, bmm_out, bmm_out.transpose(0, 1), k_nope, out, True)
         if METHODS:

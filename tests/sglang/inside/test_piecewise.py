@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,12 +26,55 @@ def test_a_compile_while_serving_never_captures() -> None:
     equal(served(ours, BATCHES[:3]), wanted[:3])
     captured = len(fake_graphs.CAPTURES), sparse_pcg.stats().captures
     # What was recorded is out of reach, and Dynamo has to trace again with the batch that is served.
-    ours.backend.variants.graphs.clear()
+    ours.served.variants.graphs.clear()
     torch._dynamo.reset()
     before = sparse_pcg.stats().fallbacks.get("recompile", 0)
     equal(served(ours, BATCHES[:4] * 3), wanted[3:])  # as many visits of a token count as a capture needs, and more
     assert (len(fake_graphs.CAPTURES), sparse_pcg.stats().captures) == captured
     assert sparse_pcg.stats().fallbacks["recompile"] > before  # it is counted, and logged once
+
+
+def test_what_a_live_call_returns_lives_as_long_as_its_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Routed experts of some deployments are a split op that returns a tensor, which the next graph reads."""
+    body = make_body()
+    body.embed = torch.nn.Sequential(body.embed, Routed())
+    returned: list[Any] = []
+    weak = host.SEGMENTED._weak_ref_if_tensor
+
+    def watched(value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.shape[1:] == (host.HIDDEN,):
+            returned.append(weakref.ref(value))
+            return value.view_as(value)  # the memory, not the tensor: SGLang keeps the memory of graphs only
+        return weak(value)
+
+    monkeypatch.setattr(host.SEGMENTED, "_weak_ref_if_tensor", watched)
+    ours = Server(body, PIECEWISE, True)
+    gc.collect()
+    outputs = [ref() for ref in returned if ref() is not None]
+    assert len(outputs) >= 2 * len(host.BUCKETS)  # one a variant
+    found = served(ours, BATCHES[:4])
+    ours.served.serving.uncaptured = True  # SGLang's own pieces read such outputs where the capture had them
+    for pool in (ours.runner.pool.latent, ours.runner.pool.index):
+        pool.zero_()
+    equal(found, served(ours, BATCHES[:4]))
+
+
+class Routed(torch.nn.Module):
+    """Experts behind a split op of the server's own."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = torch.ops.sglang.routed_experts_of_a_test(hidden)
+        return found
+
+
+def _routed(x: torch.Tensor) -> torch.Tensor:
+    return torch.sin(x) * 2.0
+
+
+host.srt("utils.custom_op").register_custom_op(
+    _routed, op_name="routed_experts_of_a_test", out_shape="x"
+)
+host.srt("compilation.compilation_config").register_split_op("routed_experts_of_a_test")(_routed)
 
 
 def _piece(visits_at: tuple[int, ...] = (16,), index: int = 0, total: int = 2) -> Any:
@@ -43,8 +88,8 @@ def _piece(visits_at: tuple[int, ...] = (16,), index: int = 0, total: int = 2) -
 
 
 def test_the_seven_phases_of_a_piece() -> None:
-    phase = host.srt("compilation.compile_phase")
-    warmup = phase.enable_torch_compile_warmup
+    phase = host.PHASE
+    warmup = phase.enable_piecewise_cuda_graph_compile if host.ONE_RUNNER else phase.enable_torch_compile_warmup
     x = torch.ones(16)
     piece, saved = _piece(index=1)
     before = len(fake_graphs.CAPTURES)
@@ -78,7 +123,7 @@ def test_without_a_stream_a_piece_runs_uncaptured() -> None:
 def test_a_piece_without_a_symbolic_size_is_never_captured() -> None:
     piece, _ = _piece()
     piece._row_arguments = []
-    phase = host.srt("compilation.compile_phase")
+    phase = host.PHASE
     before = len(fake_graphs.CAPTURES)
     with phase.set_pcg_capture_stream(object()):
         for _ in range(4):

@@ -17,10 +17,9 @@ import sparse_pcg.integrations.sglang as plugin
 from sparse_pcg.gates import ATTENTION, DRAFT, INDEXER, SHORT
 from sparse_pcg.integrations.sglang.deployment import deployment_of
 
-from .harness import BATCHES, BREAKABLE, FLAGS, RELEASE, Server, equal, expected, host, make_body, served
+from .harness import BATCHES, BREAKABLE, CHOICE, FLAGS, RELEASE, SAID, Server, equal, expected, host, make_body, served
 
 PROJECT = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-UTILS = host.srt("model_executor.runner_backend.utils")
 
 
 @pytest.fixture
@@ -33,45 +32,47 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setattr(plugins, "entry_points", lambda group: [entry] if group == entry.group else [])
     monkeypatch.setattr(plugins, "_plugins_loaded", False)
     monkeypatch.delenv("SPARSE_PCG_SGLANG", raising=False)
-    own = UTILS.resolve_prefill_backend
+    own = getattr(*CHOICE)
     yield plugins.load_plugins
-    UTILS.resolve_prefill_backend = own
+    setattr(*CHOICE, own)
     host.srt("plugins.hook_registry").HookRegistry.reset()
 
 
 @pytest.mark.parametrize("off", [("SPARSE_PCG_SGLANG", "0"), ("SGLANG_PLUGINS", "another")])
 def test_turned_off_sglang_is_as_it_was(loading: Any, monkeypatch: pytest.MonkeyPatch, off: tuple[str, str]) -> None:
-    before = UTILS.resolve_prefill_backend
+    before = getattr(*CHOICE)
     monkeypatch.setenv(*off)
     loading()
-    assert UTILS.resolve_prefill_backend is before
+    assert getattr(*CHOICE) is before
 
 
 @pytest.mark.parametrize("flag", FLAGS[:1])
 def test_loaded_it_serves_sglangs_own_flag(loading: Any, flag: str) -> None:
     loading()
     server = Server(make_body(), flag, True)  # installs the hooks on the indexer
-    chosen = UTILS.resolve_prefill_backend(server.runner)
+    chosen = Server(make_body(), flag, False).backend if host.ONE_RUNNER else getattr(*CHOICE)(server.runner)
     assert type(chosen).__name__.startswith("SparsePCG")
+    if host.ONE_RUNNER:
+        return
     from sparse_pcg.integrations.sglang.hooks import choose_backend
 
     server.runner.prefill_backend_name = "full"
     assert choose_backend(RELEASE, lambda runner: "its own", server.runner) == "its own"
 
 
-@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.24", "0.6.0", "main"])
+@pytest.mark.parametrize("version", ["0.5.12", "0.5.24", "0.6.0", "main"])
 def test_a_release_it_does_not_know(
     loading: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, version: str
 ) -> None:
-    before = UTILS.resolve_prefill_backend
+    before = getattr(*CHOICE)
     monkeypatch.setattr("importlib.metadata.version", lambda name: version)
     with caplog.at_level(logging.WARNING, "sparse_pcg"):
         loading()
-    assert UTILS.resolve_prefill_backend is before
+    assert getattr(*CHOICE) is before
     assert [version in r.getMessage() for r in caplog.records if r.name == "sparse_pcg"] == [True]
 
 
-@pytest.mark.parametrize("version", ["0.5.14", "0.5.17.post1", "0.5.19", "0.5.23"])
+@pytest.mark.parametrize("version", ["0.5.13.post1", "0.5.14", "0.5.17.post1", "0.5.19", "0.5.23"])
 def test_known_releases(version: str) -> None:
     assert plugin.is_known(version)
 
@@ -126,6 +127,26 @@ def test_attention_backends_that_rule_capture_out(change: dict[str, Any], reason
     assert reason in _serving(runner).reasons[ATTENTION]
 
 
+@pytest.mark.skipif(hasattr(host.make_backend(host.Pool(1), None), "use_fused_topk"), reason="the backend keeps it")
+def test_top_k_that_the_environment_leaves_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = host.Runner(make_body(), None, FLAGS[0], None)
+    assert ATTENTION not in _serving(runner).reasons
+    monkeypatch.setenv("SGLANG_DSA_FUSE_TOPK", "0")
+    assert "not fused" in _serving(runner).reasons[ATTENTION]
+
+
+@pytest.mark.skipif(host.ONE_RUNNER, reason="no backend is chosen in this release")
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_model_without_sparse_attention_is_left_to_sglang(flag: str, caplog: pytest.LogCaptureFixture) -> None:
+    from sparse_pcg.integrations.sglang.hooks import choose_backend
+
+    runner = host.Runner(make_body(), None, flag, None)
+    runner.model_runner.attn_backend = SimpleNamespace(device="cpu")
+    with caplog.at_level(logging.INFO, "sparse_pcg"):
+        assert choose_backend(RELEASE, lambda given: "its own", runner) == "its own"
+    assert ["SGLang's own graphs" in r.getMessage() for r in caplog.records] == [True]
+
+
 def test_a_draft_that_is_no_nextn_layer_is_left_to_sglang() -> None:
     runner = host.Runner(make_body(), None, FLAGS[0], None)
     runner.model_runner.is_draft_worker = True
@@ -174,11 +195,16 @@ def test_with_a_feature_off_outputs_stay(monkeypatch: pytest.MonkeyPatch, flag: 
 
 
 @pytest.mark.parametrize("flag", FLAGS[:1])
-def test_with_attention_off_sglangs_breaks_stay(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+def test_with_attention_off_sglangs_breaks_stay(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, flag: str
+) -> None:
     body = make_body()
     wanted = expected(body, flag, BATCHES[:5])
     monkeypatch.setenv("SPARSE_PCG_ATTN_IN_GRAPH", "0")
-    ours = Server(body, flag, True)
+    with caplog.at_level(logging.INFO, "sparse_pcg"):
+        ours = Server(body, flag, True)
+    said = [r.getMessage() for r in caplog.records if r.getMessage().startswith(f"sparse_pcg: SGLang {RELEASE}")]
+    assert len(said) == 1 and "SPARSE_PCG_ATTN_IN_GRAPH" in said[0] and "flashmla_sparse in the graph" not in said[0]
     assert type(ours.backend).__name__.startswith("SparsePCG") == (flag != BREAKABLE)
     equal(served(ours, BATCHES[:5]), wanted)
 
@@ -211,8 +237,18 @@ def test_one_line_says_that_it_is_on(flag: str, caplog: pytest.LogCaptureFixture
         Server(make_body(), flag, True)
     lines = [r.getMessage() for r in caplog.records if "buckets" in r.getMessage()]
     assert len(lines) == 1
-    for words in (RELEASE, flag, "2 buckets 16..32", "cuts per prefill 2", "2 short graphs with 0 cuts"):
-        assert words in lines[0]
+    said = f"SGLang {RELEASE} {SAID.get(flag, flag)}: 2 buckets 16..32, cuts per prefill 2, 2 short graphs with 0 cuts"
+    assert said in lines[0]
+
+
+def test_the_floor_counts_with_the_padding_of_the_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    runner = host.Runner(make_body(), None, FLAGS[0], None)
+    runner.attn_backend.dsa_prefill_impl = "trtllm"
+    serving = _serving(runner)
+    assert serving._floor([48, 64, 80, 96]) == 96  # 65 rows may be in 80
+    # Where a bucket takes half its rows and more, 160 holds 80; elsewhere 17 may be in it.
+    assert serving._floor([16, 160]) == (161 if RELEASE in ("0.5.13.post1", "0.5.14") else 160)
 
 
 def test_rows_that_a_batch_sees() -> None:

@@ -1,0 +1,117 @@
+"""SGLang 0.5.13's prefill runner on a CPU, around the host's layers.
+
+Real: ``ModelRunner.init_piecewise_cuda_graphs``, ``PiecewiseCudaGraphRunner`` with its buffers, batches, compile path,
+capture and replay, and what ``host`` says. Replaced: weights, projections, the head.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from . import host, layers
+from .host import BUCKETS, HIDDEN, srt
+
+RUNNER = srt("model_executor.piecewise_cuda_graph_runner")
+MODEL_RUNNER = srt("model_executor.model_runner")
+BATCH = srt("model_executor.forward_batch_info")
+
+
+class _Torch:
+    """``torch`` as the runner sees it: Dynamo needs the real one."""
+
+    def __init__(self, device_module: Any) -> None:
+        self.get_device_module = lambda device: device_module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class Outer(layers.Outer):
+    """The model around the body: every row of the body's output as its logits."""
+
+    def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
+        self.whole = super().forward(input_ids, positions, forward_batch)
+        return srt("layers.logits_processor").LogitsProcessorOutput(next_token_logits=self.whole, hidden_states=None)
+
+
+class Runner(host.Runner):
+    """A server's model runner, with SGLang's own prefill runner or ours."""
+
+    def __init__(self, body: Any, device_module: Any) -> None:
+        for layer in body.layers:
+            layer.self_attn = SimpleNamespace(attn_mqa=layer.attn, indexer=layer.indexer)
+        super().__init__(body, Outer(body), "tc_piecewise", device_module)
+        vars(self.model_runner).update(
+            device="cpu", gpu_id=0, is_multimodal=False, is_generation=True, is_draft_worker=False, dtype=torch.float32,
+            req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=4),
+        )  # fmt: skip
+        vars(self.model_runner.model_config).update(hidden_size=HIDDEN, num_hidden_layers=len(body.layers))
+        self.model_runner.spec_algorithm = srt("speculative.spec_info").SpeculativeAlgorithm.NONE
+        vars(self.model_runner.server_args).update(
+            tp_size=1, dp_size=1, pp_size=1, piecewise_cuda_graph_tokens=list(BUCKETS), enable_lora=False,
+            piecewise_cuda_graph_compiler="eager", enable_return_hidden_states=False, disable_radix_cache=False,
+            enable_mamba_extra_buffer=lambda: False, enable_cudagraph_gc=True, disable_piecewise_cuda_graph=False,
+            enable_breakable_cuda_graph=False, moe_dense_tp_size=None, enable_dp_attention=False,
+        )  # fmt: skip
+
+    def build(self, release: str, ours: bool, **how: Any) -> Any:
+        """SGLang's start of a server's prefill graphs, with its own arguments; gives the runner that it made."""
+        srt("model_executor.input_buffers")._forward_input_buffer_pool.clear()  # as in a new process
+        own = MODEL_RUNNER.ModelRunner.init_piecewise_cuda_graphs
+        with self._on_a_cpu(), torch.no_grad():
+            if ours:
+                from sparse_pcg.integrations.sglang.hooks import construct_with
+
+                construct_with(release)(own, self.model_runner, **how)
+            else:
+                own(self.model_runner, **how)
+        return self.model_runner.piecewise_cuda_graph_runner
+
+    def replay(self, graphs: Any, new: list[int], prefix: list[int], seed: int) -> torch.Tensor:
+        """As SGLang's model runner: the valid rows of the body's output."""
+        tokens = sum(new)
+        batch = self._as_sglangs(self.load(new, prefix, tokens, seed))
+        assert graphs.can_run(batch)
+        forward = srt("model_executor.forward_context")
+        with torch.no_grad(), forward.forward_context(forward.ForwardContext(attn_backend=self.attn_backend)):
+            found: torch.Tensor = graphs.replay(batch).next_token_logits.clone()
+        self.whole = self.model_runner.model.whole
+        return found
+
+    def _as_sglangs(self, loaded: Any) -> Any:
+        known = set(BATCH.ForwardBatch.__dataclass_fields__)
+        given = {name: value for name, value in vars(loaded).items() if name in known}
+        given["capture_hidden_mode"] = BATCH.CaptureHiddenMode.NULL
+        for name in ("input_ids", "positions", "out_cache_loc"):
+            given[name] = given[name].clone()  # SGLang's buffers are others
+        given["orig_seq_lens"], given["return_logprob"] = loaded.seq_lens, False
+        given["extend_start_loc"] = torch.cumsum(loaded.extend_seq_lens, 0) - loaded.extend_seq_lens
+        given["extend_logprob_start_lens_cpu"] = list(loaded.extend_seq_lens_cpu)
+        return BATCH.ForwardBatch(**given)
+
+    @contextmanager
+    def _on_a_cpu(self) -> Any:
+        """Inside the block what SGLang's runner asks CUDA for is stood in."""
+        stream = SimpleNamespace(stream=self.device_module.current_stream())
+        replaced = {
+            "graph_capture": lambda: nullcontext(stream),
+            "freeze_gc": lambda enabled: nullcontext(),  # collects all of this process's garbage, which takes seconds
+            "get_available_gpu_memory": lambda *given, **rest: 80.0,
+            "get_tensor_model_parallel_rank": lambda: 0,
+            "get_attention_tp_size": lambda: 1,
+            "get_attention_tp_rank": lambda: 0,
+            "set_graph_pool_id": lambda pool: None,
+            "require_gathered_buffer": lambda arguments: False,
+            "get_moe_a2a_backend": lambda: SimpleNamespace(is_deepep=lambda: False, is_mooncake=lambda: False),
+        }
+        with ExitStack() as stack:
+            for module in (RUNNER, MODEL_RUNNER):
+                known = {name: value for name, value in replaced.items() if hasattr(module, name)}
+                stack.enter_context(mock.patch.multiple(module, **known))
+            stack.enter_context(mock.patch.object(RUNNER, "torch", _Torch(self.device_module)))
+            yield
