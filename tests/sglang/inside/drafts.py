@@ -18,8 +18,8 @@ import torch
 
 from sparse_pcg.integrations.sglang import hooks
 
-from . import harness, host, layers
-from .host import HIDDEN, PAGE, TOPK, srt
+from . import harness, host, kernels, layers
+from .kernels import HIDDEN, PAGE, TOPK, srt
 
 NEXTN = srt("models.deepseek_nextn")
 SETUP = srt("model_executor.model_runner_components.cuda_graph_setup")
@@ -27,7 +27,7 @@ RUNNER = srt("model_executor.runner.prefill_cuda_graph_runner")
 BATCH = srt("model_executor.forward_batch_info")
 EAGLE = srt("speculative.eagle_info")
 VOCAB = 64
-vars(host.GRAPH_CONFIG.prefill).update(backend=harness.BREAKABLE, max_context_size=None, max_seq_len=None)
+vars(kernels.GRAPH_CONFIG.prefill).update(backend=harness.BREAKABLE, max_context_size=None, max_seq_len=None)
 
 
 class Norm(torch.nn.Module):
@@ -48,12 +48,12 @@ class Attention(layers.Layer):
     """The host's layer, which outside SGLang's graphs calls indexer and attention as SGLang's eager layers do."""
 
     def select(self, hidden: Any, q_lora: Any, positions: Any) -> Any:
-        if host.BREAKABLE.is_in_breakable_cuda_graph():
+        if kernels.BREAKABLE.is_in_breakable_cuda_graph():
             return super().select(hidden, q_lora, positions)
         return self.indexer.forward_cuda(hidden, q_lora, positions, self.batch, self.layer_id)
 
     def attend(self, q_nope: Any, q_pe: Any, k_nope: Any, k_pe: Any, out: Any, chosen: Any) -> None:
-        if host.BREAKABLE.is_in_breakable_cuda_graph():
+        if kernels.BREAKABLE.is_in_breakable_cuda_graph():
             return super().attend(q_nope, q_pe, k_nope, k_pe, out, chosen)
         q = torch.bmm(q_nope.transpose(0, 1), self.w_kc).transpose(0, 1)
         backend = srt("model_executor.forward_context").get_attn_backend()
@@ -113,7 +113,7 @@ class Draft:
     def __init__(self, model: Any, **arguments: Any) -> None:
         self.model = model
         layer_id = model.model.decoder.layer_id
-        self.pool, self.table = host.Pool(layer_id + 1), torch.zeros(4, 128, dtype=torch.int32)
+        self.pool, self.table = kernels.Pool(layer_id + 1), torch.zeros(4, 128, dtype=torch.int32)
         backend = host.make_backend(self.pool, self.table)
         backend.use_captured_forward_metadata_for_breakable_cuda_graph = False
         self.config = SimpleNamespace(
@@ -206,7 +206,7 @@ class Draft:
 def _arguments(**given: Any) -> Any:
     """SGLang's server arguments, as published; ``given`` as it resolves them."""
     arguments = copy.copy(srt("runtime_context").get_server_args())
-    given = {"cuda_graph_config": host.GRAPH_CONFIG, **given}
+    given = {"cuda_graph_config": kernels.GRAPH_CONFIG, **given}
     resolved = [*(getattr(arguments, "_resolved_overrides", None) or ()), ("test", given)]
     vars(arguments).update(_resolved_overrides=resolved, **given)
     return arguments

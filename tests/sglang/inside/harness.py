@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import fake_graphs, host, layers
+from . import fake_graphs, host, kernels, layers
 
 RELEASE = version("sglang")
 BREAKABLE, PIECEWISE = "breakable", "tc_piecewise"
@@ -24,12 +24,12 @@ BATCHES = [
 
 # What the plug-in hooks at start-up.
 CHOICE: tuple[Any, str]
-if host.ONE_RUNNER:
-    CHOICE = host.srt("model_executor.model_runner").ModelRunner, "init_piecewise_cuda_graphs"
+if kernels.ONE_RUNNER:
+    CHOICE = kernels.srt("model_executor.model_runner").ModelRunner, "init_piecewise_cuda_graphs"
 else:
-    CHOICE = host.srt("model_executor.runner_backend.utils"), "resolve_prefill_backend"
+    CHOICE = kernels.srt("model_executor.runner_backend.utils"), "resolve_prefill_backend"
 # The flag's name in the log.
-SAID = {PIECEWISE: "piecewise"} if host.ONE_RUNNER else {}
+SAID = {PIECEWISE: "piecewise"} if kernels.ONE_RUNNER else {}
 
 # Exact and nearly exact buckets, one row, several requests on both sides of TOPK.
 EDGES = [
@@ -52,8 +52,8 @@ class NoA2A:
 
 def prepare() -> None:
     """Once a process: kernels, graphs and a process group of one."""
-    host.patch_kernels()
-    graphs = host.SEGMENTED
+    kernels.patch_kernels()
+    graphs = kernels.SEGMENTED
     if hasattr(graphs, "get_device_module"):
         graphs.get_device_module = lambda: device_module
     else:
@@ -62,8 +62,8 @@ def prepare() -> None:
     graphs._check_cuda_bindings = lambda: None
     torch.cuda.CUDAGraph = fake_graphs.FakeGraph  # type: ignore[misc, assignment]
     torch.cuda.graph = fake_graphs.capture  # type: ignore[misc, assignment]
-    for name in () if host.ONE_RUNNER else (BREAKABLE, PIECEWISE):
-        module = host.srt(f"model_executor.runner_backend.{name}_cuda_graph_backend")
+    for name in () if kernels.ONE_RUNNER else (BREAKABLE, PIECEWISE):
+        module = kernels.srt(f"model_executor.runner_backend.{name}_cuda_graph_backend")
         module.set_graph_pool_id = lambda pool: None
         module.get_or_create_global_graph_memory_pool = lambda device: (0, 7)
         if hasattr(module, "get_moe_a2a_backend"):
@@ -86,7 +86,7 @@ class Server:
 
     def __init__(self, body: Any, flag: str, ours: bool, **arguments: Any) -> None:
         body = copy.deepcopy(body)
-        if host.ONE_RUNNER:
+        if kernels.ONE_RUNNER:
             from .one_runner import Runner
 
             self.runner = Runner(body, device_module)
@@ -95,7 +95,7 @@ class Server:
             return
         self.runner = host.Runner(body, layers.Outer(body), flag, device_module)
         vars(self.runner.model_runner.server_args).update(arguments)
-        module = host.srt(f"model_executor.runner_backend.{flag}_cuda_graph_backend")
+        module = kernels.srt(f"model_executor.runner_backend.{flag}_cuda_graph_backend")
         cls = module.BreakableCudaGraphBackend if flag == BREAKABLE else module.TcPiecewiseCudaGraphBackend
 
         def own(runner: Any) -> Any:

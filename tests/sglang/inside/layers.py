@@ -7,21 +7,8 @@ from typing import Any
 
 import torch
 
-from .host import (
-    BREAKABLE,
-    HEADS,
-    HIDDEN,
-    INDEXER,
-    LATENT,
-    MLA,
-    NOPE,
-    Q_LORA,
-    ROPE,
-    TOPK,
-    Linear,
-    make_indexer,
-    srt,
-)
+from .host import Linear, make_indexer
+from .kernels import BREAKABLE, HEADS, HIDDEN, INDEXER, LATENT, MLA, NOPE, Q_LORA, ROPE, TOPK, srt
 
 RADIX = srt("layers.radix_attention")
 METHODS = hasattr(RADIX.RadixAttention, "_eager_attention")  # breaks that are methods

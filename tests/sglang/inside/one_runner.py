@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 
 from . import host, layers
-from .host import BUCKETS, HIDDEN, srt
+from .kernels import BUCKETS, HIDDEN, srt
 
 RUNNER = srt("model_executor.piecewise_cuda_graph_runner")
 MODEL_RUNNER = srt("model_executor.model_runner")

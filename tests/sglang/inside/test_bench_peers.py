@@ -7,9 +7,9 @@ import pytest
 from sparse_pcg.bench import peers
 
 from . import fake_graphs
-from .harness import device_module, host
+from .harness import device_module, kernels
 
-if host.ONE_RUNNER:
+if kernels.ONE_RUNNER:
     pytest.skip("the bench compares with releases that have graph backends", allow_module_level=True)
 
 

@@ -13,7 +13,7 @@ import torch
 import sparse_pcg
 from sparse_pcg.gates import DRAFT
 
-from .harness import BATCHES, BREAKABLE, FLAGS, RELEASE, Server, equal, expected, host, make_body, served
+from .harness import BATCHES, BREAKABLE, FLAGS, RELEASE, Server, equal, expected, kernels, make_body, served
 
 if BREAKABLE not in FLAGS:
     pytest.skip("this release has no breakable graphs for sparse attention", allow_module_level=True)
@@ -45,7 +45,7 @@ def test_a_replayed_draft_equals_sglangs_eager_one(layer_id: int) -> None:
     model = make_model(layer_id)
     eager, ours = Draft(model), captured(model)
     variants = ours.graphs.backend.variants
-    assert set(variants.graphs) == set(host.BUCKETS)
+    assert set(variants.graphs) == set(kernels.BUCKETS)
     for kept in variants.graphs.values():
         assert {variant: recorded.plan.cuts for variant, recorded in kept.items()} == {"cut": 1, "short": 0}
     for uncaptured in (False, True):
@@ -57,7 +57,7 @@ def test_a_replayed_draft_equals_sglangs_eager_one(layer_id: int) -> None:
             same(ours.extend(ours.batch(new, prefix, seed)), wanted)
             assert ours.replayed and not eager.replayed
             longest = max(n + p for n, p in zip(new, prefix, strict=True))
-            assert variants.chosen == ("short" if longest <= host.TOPK else "cut")
+            assert variants.chosen == ("short" if longest <= kernels.TOPK else "cut")
         assert sparse_pcg.stats().replays - replays == (0 if uncaptured else len(steps))
 
 
@@ -93,7 +93,7 @@ def test_what_is_no_prefill_of_tokens_stays_uncaptured() -> None:
     image = SimpleNamespace(
         contains_image_inputs=lambda: True, contains_audio_inputs=lambda: False, contains_video_inputs=lambda: False
     )
-    embeds = torch.zeros(8, host.HIDDEN)
+    embeds = torch.zeros(8, kernels.HIDDEN)
     for given in ({"input_embeds": embeds}, {"mm_input_embeds": embeds}, {"mm_inputs": [image]}):
         assert not ours.graphs.can_run_graph(ours.batch(*STEPS[0], **given))
     assert sparse_pcg.stats().fallbacks["multimodal"] == before + 3
@@ -122,7 +122,7 @@ def test_a_target_and_its_draft_in_one_process() -> None:
     equal(found, wanted)
 
 
-POOL = host.srt("model_executor.runner_utils.pool") if RELEASE == "0.5.23" else None
+POOL = kernels.srt("model_executor.runner_utils.pool") if RELEASE == "0.5.23" else None
 
 
 @pytest.mark.skipif(POOL is None, reason="nobody borrows from the graph pool in this release")

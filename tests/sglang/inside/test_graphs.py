@@ -11,7 +11,7 @@ import torch
 import sparse_pcg
 
 from .fake_graphs import capturing
-from .harness import BATCHES, BREAKABLE, EDGES, FLAGS, Server, equal, expected, host, make_body, served
+from .harness import BATCHES, BREAKABLE, EDGES, FLAGS, Server, equal, expected, kernels, make_body, served
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -25,13 +25,13 @@ def test_outputs_and_caches_equal_sglangs_own(flag: str) -> None:
         found.extend(served(ours, [(new, prefix, seed)]))
         assert torch.isfinite(ours.runner.whole).all()  # pad rows attend a slot as well
         longest = max(n + p for n, p in zip(new, prefix, strict=True))
-        assert ours.served.variants.chosen == ("short" if longest <= host.TOPK else "cut")
+        assert ours.served.variants.chosen == ("short" if longest <= kernels.TOPK else "cut")
     replays = sparse_pcg.stats().replays
     ours.served.serving.uncaptured = True  # the same kernels on the same buffers, without graphs
     found.extend(served(ours, BATCHES[:4]))
     assert sparse_pcg.stats().replays == replays
     equal(found, wanted)
-    assert set(ours.graphs) == set(host.BUCKETS)
+    assert set(ours.graphs) == set(kernels.BUCKETS)
     for kept in ours.graphs.values():
         assert (kept["cut"].plan.cuts, kept["short"].plan.cuts) == (2, 0)  # two layers have an indexer
 

@@ -11,17 +11,17 @@ import sparse_pcg
 from sparse_pcg.counters import LIVE
 
 from . import fake_graphs
-from .harness import BATCHES, EDGES, PIECEWISE, RELEASE, Server, equal, expected, host, make_body, served
+from .harness import BATCHES, EDGES, PIECEWISE, RELEASE, Server, equal, expected, kernels, make_body, served
 
-if not host.ONE_RUNNER:
+if not kernels.ONE_RUNNER:
     pytest.skip("this release has graph backends", allow_module_level=True)
 
 from sparse_pcg.integrations.sglang import compiled_prefill, hooks, piecewise_runner
 from sparse_pcg.integrations.sglang.deployment import Serving
 from sparse_pcg.integrations.sglang.segments import RecordedPrefill
 
-BATCH = host.srt("model_executor.forward_batch_info")
-CONTEXT = host.srt("compilation.piecewise_context_manager")
+BATCH = kernels.srt("model_executor.forward_batch_info")
+CONTEXT = kernels.srt("compilation.piecewise_context_manager")
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -50,7 +50,7 @@ def test_captures_go_to_the_pool_that_was_given() -> None:
     ours = Server(make_body(), PIECEWISE, True)
     pools = {graph.pool for graph in fake_graphs.CAPTURES[captured:]}
     assert pools == {ours.served._pool}  # the runner replaces SGLang's own handle before it captures
-    assert host.srt("model_executor.piecewise_cuda_graph_runner").get_global_graph_memory_pool() not in pools
+    assert kernels.srt("model_executor.piecewise_cuda_graph_runner").get_global_graph_memory_pool() not in pools
 
 
 def test_an_error_in_a_replay_leaves_everything_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def other_attention(runner: Any) -> None:
 
 
 def eagle(runner: Any) -> None:
-    runner.model_runner.spec_algorithm = host.srt("speculative.spec_info").SpeculativeAlgorithm.EAGLE
+    runner.model_runner.spec_algorithm = kernels.srt("speculative.spec_info").SpeculativeAlgorithm.EAGLE
 
 
 def draft(runner: Any) -> None:

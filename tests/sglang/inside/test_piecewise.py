@@ -14,7 +14,7 @@ import sparse_pcg
 from sparse_pcg.errors import CaptureError
 
 from . import fake_graphs
-from .harness import BATCHES, FLAGS, PIECEWISE, Server, equal, expected, host, make_body, served
+from .harness import BATCHES, FLAGS, PIECEWISE, Server, equal, expected, kernels, make_body, served
 
 pytestmark = pytest.mark.skipif(PIECEWISE not in FLAGS, reason="this release has no tc_piecewise to choose")
 
@@ -52,7 +52,7 @@ def test_what_a_live_call_returns_lives_as_long_as_its_graphs(monkeypatch: pytes
     made: list[Any] = []
 
     def backend(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
-        config = host.srt("compilation.compilation_config").CompilationConfig([4], "eager")
+        config = kernels.srt("compilation.compilation_config").CompilationConfig([4], "eager")
         made.append(ServedGraph(gm, examples, config, lambda run: None, lambda: 0))
         return made[0]
 
@@ -60,17 +60,17 @@ def test_what_a_live_call_returns_lives_as_long_as_its_graphs(monkeypatch: pytes
     x = torch.ones(4, 3)
     with torch.no_grad():
         torch.compile(lambda x: Routed()(x + 1.0) * 2.0, backend=backend, fullgraph=True)(x)
-    monkeypatch.setattr(host.SEGMENTED, "_weak_ref_if_tensor", lambda value: None)
+    monkeypatch.setattr(kernels.SEGMENTED, "_weak_ref_if_tensor", lambda value: None)
     capture = SimpleNamespace(
         _end_current_segment=lambda: None, _begin_new_segment=lambda: None, _barrier_fn=None,
         cuda_graph=SimpleNamespace(_break_fns=[]),
     )  # fmt: skip
-    token = host.SEGMENTED._current_capture_var.set(capture)
+    token = kernels.SEGMENTED._current_capture_var.set(capture)
     RETURNED.clear()
     try:
         made[0].run_breaking([x])
     finally:
-        host.SEGMENTED._current_capture_var.reset(token)
+        kernels.SEGMENTED._current_capture_var.reset(token)
     capture.cuda_graph._break_fns.clear()
     gc.collect()
     assert [ref() is not None for ref in RETURNED] == [True]
@@ -93,10 +93,10 @@ def _routed(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
-host.srt("utils.custom_op").register_custom_op(
+kernels.srt("utils.custom_op").register_custom_op(
     _routed, op_name="routed_experts_of_a_test", out_shape="x"
 )
-host.srt("compilation.compilation_config").register_split_op("routed_experts_of_a_test")(_routed)
+kernels.srt("compilation.compilation_config").register_split_op("routed_experts_of_a_test")(_routed)
 
 
 def _piece(visits_at: tuple[int, ...] = (16,), index: int = 0, total: int = 2) -> Any:
@@ -110,8 +110,8 @@ def _piece(visits_at: tuple[int, ...] = (16,), index: int = 0, total: int = 2) -
 
 
 def test_the_seven_phases_of_a_piece() -> None:
-    phase = host.PHASE
-    warmup = phase.enable_piecewise_cuda_graph_compile if host.ONE_RUNNER else phase.enable_torch_compile_warmup
+    phase = kernels.PHASE
+    warmup = phase.enable_piecewise_cuda_graph_compile if kernels.ONE_RUNNER else phase.enable_torch_compile_warmup
     x = torch.ones(16)
     piece, saved = _piece(index=1)
     before = len(fake_graphs.CAPTURES)
@@ -145,7 +145,7 @@ def test_without_a_stream_a_piece_runs_uncaptured() -> None:
 def test_a_piece_without_a_symbolic_size_is_never_captured() -> None:
     piece, _ = _piece()
     piece._row_arguments = []
-    phase = host.PHASE
+    phase = kernels.PHASE
     before = len(fake_graphs.CAPTURES)
     with phase.set_pcg_capture_stream(object()):
         for _ in range(4):
@@ -166,7 +166,7 @@ def test_the_piece_class_in_sglangs_own_split(monkeypatch: pytest.MonkeyPatch) -
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(host.srt("compilation.backend"), "CUDAPiecewiseBackend", Counted)
+    monkeypatch.setattr(kernels.srt("compilation.backend"), "CUDAPiecewiseBackend", Counted)
     captured = len(fake_graphs.CAPTURES)
     ours = Server(body, PIECEWISE, False)
     assert made and len(fake_graphs.CAPTURES) > captured

@@ -17,7 +17,21 @@ import sparse_pcg.integrations.sglang as plugin
 from sparse_pcg.gates import ATTENTION, DRAFT, INDEXER, SHORT
 from sparse_pcg.integrations.sglang.deployment import deployment_of
 
-from .harness import BATCHES, BREAKABLE, CHOICE, FLAGS, RELEASE, SAID, Server, equal, expected, host, make_body, served
+from .harness import (
+    BATCHES,
+    BREAKABLE,
+    CHOICE,
+    FLAGS,
+    RELEASE,
+    SAID,
+    Server,
+    equal,
+    expected,
+    host,
+    kernels,
+    make_body,
+    served,
+)
 
 PROJECT = (Path(__file__).parents[3] / "pyproject.toml").read_text()
 
@@ -25,7 +39,7 @@ PROJECT = (Path(__file__).parents[3] / "pyproject.toml").read_text()
 @pytest.fixture
 def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """SGLang's loader with the entry point that the project declares."""
-    plugins = host.srt("plugins")
+    plugins = kernels.srt("plugins")
     declared = PROJECT.split('[project.entry-points."sglang.srt.plugins"]')[1].split("\n\n")[0]
     name, value = (part.strip().strip('"') for part in declared.strip().split("=", 1))
     entry = EntryPoint(name, value, plugins.GENERAL_PLUGINS_GROUP)
@@ -35,7 +49,7 @@ def loading(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     own = getattr(*CHOICE)
     yield plugins.load_plugins
     setattr(*CHOICE, own)
-    host.srt("plugins.hook_registry").HookRegistry.reset()
+    kernels.srt("plugins.hook_registry").HookRegistry.reset()
 
 
 @pytest.mark.parametrize("off", [("SPARSE_PCG_SGLANG", "0"), ("SGLANG_PLUGINS", "another")])
@@ -50,9 +64,9 @@ def test_turned_off_sglang_is_as_it_was(loading: Any, monkeypatch: pytest.Monkey
 def test_loaded_it_serves_sglangs_own_flag(loading: Any, flag: str) -> None:
     loading()
     server = Server(make_body(), flag, True)  # installs the hooks on the indexer
-    chosen = Server(make_body(), flag, False).backend if host.ONE_RUNNER else getattr(*CHOICE)(server.runner)
+    chosen = Server(make_body(), flag, False).backend if kernels.ONE_RUNNER else getattr(*CHOICE)(server.runner)
     assert type(chosen).__name__.startswith("SparsePCG")
-    if host.ONE_RUNNER:
+    if kernels.ONE_RUNNER:
         return
     from sparse_pcg.integrations.sglang.hooks import choose_backend
 
@@ -127,7 +141,7 @@ def test_attention_backends_that_rule_capture_out(change: dict[str, Any], reason
     assert reason in _serving(runner).reasons[ATTENTION]
 
 
-@pytest.mark.skipif(hasattr(host.make_backend(host.Pool(1), None), "use_fused_topk"), reason="the backend keeps it")
+@pytest.mark.skipif(hasattr(host.make_backend(kernels.Pool(1), None), "use_fused_topk"), reason="the backend keeps it")
 def test_top_k_that_the_environment_leaves_unfused(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = host.Runner(make_body(), None, FLAGS[0], None)
     assert ATTENTION not in _serving(runner).reasons
@@ -135,7 +149,7 @@ def test_top_k_that_the_environment_leaves_unfused(monkeypatch: pytest.MonkeyPat
     assert "not fused" in _serving(runner).reasons[ATTENTION]
 
 
-@pytest.mark.skipif(host.ONE_RUNNER, reason="no backend is chosen in this release")
+@pytest.mark.skipif(kernels.ONE_RUNNER, reason="no backend is chosen in this release")
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_model_without_sparse_attention_is_left_to_sglang(flag: str, caplog: pytest.LogCaptureFixture) -> None:
     from sparse_pcg.integrations.sglang.hooks import choose_backend

@@ -13,10 +13,10 @@ import torch
 from sparse_pcg.compiled_graph import CompiledGraph
 from sparse_pcg.options import Options
 
-from .harness import host
+from .harness import kernels
 
-register_custom_op = host.srt("utils.custom_op").register_custom_op
-config = host.srt("compilation.compilation_config")
+register_custom_op = kernels.srt("utils.custom_op").register_custom_op
+config = kernels.srt("compilation.compilation_config")
 
 
 @register_custom_op(mutates_args=["out"])
@@ -66,7 +66,7 @@ def _arithmetic(nodes: Any) -> list[str]:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_same_pieces_between_the_same_breaks(seed: int) -> None:
-    split_graph = host.srt("compilation.backend").split_graph
+    split_graph = kernels.srt("compilation.backend").split_graph
     found: dict[str, Any] = {}
 
     def backend(gm: torch.fx.GraphModule, examples: list[Any]) -> Any:
