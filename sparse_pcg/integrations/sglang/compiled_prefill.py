@@ -67,7 +67,7 @@ class CompiledPrefill:
         if self.variants is not None and self.variants.graphs:
             self.variants.report(flag)
         elif self._plain:
-            self.serving.report(flag, {bucket: graph.plan for bucket, graph in self._plain.items()}, 0)
+            self.serving.report(flag, {bucket: graph.plan for bucket, graph in self._plain.items()})
 
     def _record(self, run: Callable[[], Any]) -> tuple[Callable[[], Any], Any] | None:
         """Record ``run`` where SGLang is capturing, and give what replays it; None where it is not."""

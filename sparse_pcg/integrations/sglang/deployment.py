@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +27,8 @@ logger = logging.getLogger("sparse_pcg")
 
 # Implementations whose operands are as long as the bucket: physical slots per row and a length per row.
 PAGED = ("flashmla_sparse", "trtllm")
+# Rows that SGLang's counters for trtllm have room for: for more it makes others, which no capture may.
+_COUNTED_ROWS = 8192
 
 
 def argument(server_args: Any, name: str, default: Any = None) -> Any:
@@ -77,10 +80,15 @@ def _fuses_topk(attn_backend: Any) -> bool:
     """Whether top-k gives physical slots; else attention looks them up in a page table, the dummy's while capturing."""
     fused = getattr(attn_backend, "use_fused_topk", None)
     if fused is None:  # releases whose backend asks the environment at each call
-        from sglang.srt.environ import envs
-
-        fused = envs.SGLANG_DSA_FUSE_TOPK.get()
+        fused = _environment("SGLANG_DSA_FUSE_TOPK")
     return bool(fused)
+
+
+def _environment(name: str) -> bool:
+    """A switch of SGLang's, by its own rules of what is on."""
+    from sglang.srt.environ import envs
+
+    return bool(getattr(envs, name).get())
 
 
 def _objections(model_runner: Any) -> Iterator[str]:
@@ -93,7 +101,7 @@ def _objections(model_runner: Any) -> Iterator[str]:
         yield "the prefill of a draft that is no NextN layer"
     if argument(model_runner.server_args, "enable_return_indexer_topk"):
         yield "selections returned to the client"
-    if os.environ.get("SGLANG_DSA_TOPK_BROADCAST", "0").lower() in ("1", "true", "yes"):
+    if _environment("SGLANG_DSA_TOPK_BROADCAST"):
         yield "SGLANG_DSA_TOPK_BROADCAST"
     if not _fuses_topk(backend):
         yield "top-k and page lookup are not fused"
@@ -121,11 +129,16 @@ def draft_refusal(model_runner: Any) -> str:
     return reasons.get(DRAFT) or reasons.get(ATTENTION, "")
 
 
+def _cuts(plans: Iterable[Any]) -> str:
+    return "/".join(map(str, sorted({plan.cuts for plan in plans}) or [0]))
+
+
 class Serving:
     """One prefill runner's answers.
 
     attention, indexer, short: captured or not. reasons: feature (``sparse_pcg.gates``) -> why not.
-    floor: the smallest bucket captured. draft: whether the runner is that of a NextN draft.
+    floor, ceiling: the smallest and the largest bucket with attention in the graph.
+    draft: whether the runner is that of a NextN draft.
     """
 
     def __init__(self, cuda_graph_runner: Any, release: str) -> None:
@@ -145,13 +158,15 @@ class Serving:
         self.needs_metadata = speculative or (release_of(release) or LAST) > (0, 5, 19)
         self.draft = is_one_layer_view(model_runner)
         self.uncaptured = os.environ.get("SPARSE_PCG_SGLANG_UNCAPTURED", "0") == "1"
-        self.floor = 0
+        self.floor, self.ceiling = 0, sys.maxsize
         self._said: set[tuple[int, str]] = set()
         if self.attention:
             self.index_topk = int(self.attn_backend.dsa_index_topk)
             table = model_runner.req_to_token_pool.req_to_token
             self.rows = Rows(cuda_graph_runner.max_num_tokens, self.index_topk, table)
             self.floor = self._floor(cuda_graph_runner.capture_num_tokens)
+            if self.attn_backend.dsa_prefill_impl == "trtllm":
+                self.ceiling = _COUNTED_ROWS
 
     def _floor(self, buckets: list[int]) -> int:
         """The smallest bucket whose rows are always more than half the SMs, where the kernel's order depends on it."""
@@ -170,7 +185,7 @@ class Serving:
 
     def serves(self, bucket: int) -> bool:
         """Whether this bucket is captured with fewer breaks than SGLang makes."""
-        return self.attention and bucket >= self.floor
+        return self.attention and self.floor <= bucket <= self.ceiling
 
     def is_short(self, forward_batch: Any) -> bool:
         """Whether no row of the batch sees more than ``index_topk`` tokens."""
@@ -194,8 +209,11 @@ class Serving:
         finally:
             context_manager._tc_piecewise_forward_context = outer
 
-    def report(self, flag: str, plans: Mapping[int, Any], short: int) -> None:
-        """One line: what is captured, with how many cuts, and what is not and why."""
+    def report(self, flag: str, plans: Mapping[int, Any], short: Sequence[Any] = ()) -> None:
+        """One line: what is captured, with how many cuts, and what is not and why.
+
+        plans: of the ``cut`` graphs, by bucket. short: of the others.
+        """
         if self.draft:
             flag += " draft"
         if not plans:
@@ -206,7 +224,6 @@ class Serving:
                 next(iter(self.reasons.values()), "no bucket above the floor"),
             )
             return
-        cuts = sorted({plan.cuts for plan in plans.values()})
         features: dict[str, list[str]] = {}
         for feature, why in self.reasons.items():
             features.setdefault(why, []).append(feature)
@@ -214,9 +231,9 @@ class Serving:
         captured = any(map(self.serves, plans))
         attention = f"{self.attn_backend.dsa_prefill_impl} in the graph" if captured else "a cut"
         logger.info(
-            "sparse_pcg: SGLang %s %s: %d buckets %d..%d, cuts per prefill %s, %d short graphs with 0 cuts, "
+            "sparse_pcg: SGLang %s %s: %d buckets %d..%d, cuts per prefill %s, %d short graphs with %s cuts, "
             "attention %s%s",
-            self.release, flag, len(plans), min(plans), max(plans), "/".join(map(str, cuts)), short,
+            self.release, flag, len(plans), min(plans), max(plans), _cuts(plans.values()), len(short), _cuts(short),
             attention, f" ({off})" if off else "",
         )  # fmt: skip
 

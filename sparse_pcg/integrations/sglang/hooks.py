@@ -121,7 +121,7 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
     args = cuda_graph_runner.model_runner.server_args
     serving = Serving(cuda_graph_runner, release)
     if not is_sparse(serving.attn_backend):
-        serving.report(flag, {}, 0)
+        serving.report(flag, {})
         return None
     if flag == "tc_piecewise":
         if serving.draft:
@@ -136,7 +136,7 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
         serving.reasons[ATTENTION_GATE] = "this release's breakable graphs do not serve sparse attention"
         serving.attention = False
     if not serving.attention or argument(args, "debug_cuda_graph", False):
-        serving.report(flag, {}, 0)
+        serving.report(flag, {})
         return None
     install(release)
     from .breakable import SparsePCGBreakableBackend

@@ -44,7 +44,8 @@ class SparsePCGPiecewiseBackend(TcPiecewiseCudaGraphBackend):  # type: ignore[mi
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Any:
         """SGLang's, around a replay of the body; the head runs as SGLang runs it."""
-        with self.prefill.replaying(shape_key.size):
+        # 0.5.14 gives the bucket itself.
+        with self.prefill.replaying(getattr(shape_key, "size", shape_key)):
             return super().replay(shape_key, static_forward_batch, **kwargs)
 
     def cleanup(self) -> None:

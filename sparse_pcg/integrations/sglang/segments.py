@@ -20,6 +20,7 @@ from sparse_pcg.plan import Plan
 from sparse_pcg.split import CUT, PIECE
 
 from .layout import segmented
+from .recording import replaced
 
 _EMPTY = "The CUDA Graph is empty"
 
@@ -44,17 +45,16 @@ class RecordedPrefill(segmented.BreakableCUDAGraph):
         self.plan = Plan(variant)
         self._break_fns = _Breaks(self.plan)
         self._idle: list[Any] = []  # segments that launch nothing: a pool ends with its last graph, which one may be
-        self._said: list[warnings.WarningMessage] = []
+        self._launches = True  # whether the segment that ended last does
 
     def _append_segment(self, graph: Any, needs_instantiate: bool = False) -> None:
-        if any(_EMPTY in str(w.message) for w in self._said):
+        if not self._launches:
             self._idle.append(graph)
         else:
             if needs_instantiate:
                 graph.instantiate()
             self.plan.add(GraphLaunch(graph, _device()), f"piece {self.plan.captures}", PIECE)
             self.plan.captures += 1
-        self._said.clear()
 
     def replay(self) -> None:
         token = segmented._current_stream_var.set(_device_module().current_stream())
@@ -87,20 +87,31 @@ class RecordedPrefill(segmented.BreakableCUDAGraph):
         LIVE.discard(self)
 
 
-class _CaptureOfOlderReleases(segmented.BreakableCUDAGraphCapture):  # type: ignore[misc]
-    """For releases whose capture keeps its segments itself: each goes to the recorded prefill as it ends."""
+class _Capture(segmented.BreakableCUDAGraphCapture):  # type: ignore[misc]
+    """SGLang's capture; of each segment it says whether it launches anything, of which PyTorch warns where it ends."""
 
     def _end_current_segment(self) -> None:
-        super()._end_current_segment()
-        self.cuda_graph._append_segment(self.cuda_graph._segments.pop())
+        segments = self.cuda_graph._segments  # where older releases put each as it begins
+        graph = segments[-1] if segments else self._current_graph
+        end = graph.capture_end
+
+        def capture_end() -> None:
+            with warnings.catch_warnings(record=True) as said:  # inside SGLang's own, which may ignore it
+                warnings.simplefilter("always")
+                end()
+            self.cuda_graph._launches = not any(_EMPTY in str(w.message) for w in said)
+
+        with replaced(graph, "capture_end", capture_end):
+            super()._end_current_segment()
+        if segments:
+            self.cuda_graph._append_segment(segments.pop())
 
 
 def _capture(recorded: RecordedPrefill, pool: Any, stream: Any, barrier: Callable[[], None] | None) -> Any:
+    given = {"cuda_graph": recorded, "pool": pool, "stream": stream}
     if hasattr(segmented.BreakableCUDAGraph, "_append_segment"):
-        return segmented.BreakableCUDAGraphCapture(
-            cuda_graph=recorded, pool=pool, stream=stream, barrier_fn=barrier
-        )
-    return _CaptureOfOlderReleases(cuda_graph=recorded, pool=pool, stream=stream)
+        given["barrier_fn"] = barrier
+    return _Capture(**given)
 
 
 def _device_module() -> Any:
@@ -123,12 +134,8 @@ def record_prefill(
     """Record what runs inside the block, cut at SGLang's breaks, into ``pool`` on ``stream``."""
     recorded = RecordedPrefill(variant)
     scope = pool_scope("capture")
-    with warnings.catch_warnings(record=True) as said, scope():
-        warnings.simplefilter("always")
-        recorded._said = said
-        with _capture(recorded, pool, stream, barrier):
-            yield recorded
-    recorded._said = []
+    with scope(), _capture(recorded, pool, stream, barrier):
+        yield recorded
     COUNTS.graphs += 1
     COUNTS.captures += recorded.plan.captures
     LIVE.add(recorded)

@@ -23,6 +23,7 @@ class Variants:
         self.serving = serving
         self.graphs: dict[int, dict[str, RecordedPrefill]] = {}
         self.chosen = CUT
+        self._held: list[Any] = []
         self._prepare = cuda_graph_runner._prepare_forward_metadata_for_replay
         cuda_graph_runner._prepare_forward_metadata_for_replay = self.prepare
 
@@ -67,6 +68,8 @@ class Variants:
         lens = serving.rows.select_lens[:bucket]
         if batch is None:
             lens.fill_(1)
+            # Releases before 0.5.23 drop it for a larger one, and graphs have its address.
+            self._held.append(getattr(backend, "_multi_ctas_kv_counter_buffer", None))
         longest = max(before.max_seq_len_k, serving.index_topk)
         backend.forward_metadata = replace(before, dsa_cache_seqlens_int32=lens, max_seq_len_k=longest)
         state = Recording(variant, serving.indexer, serving.rows, segmented._current_capture_var, batch)
@@ -79,7 +82,7 @@ class Variants:
     def report(self, flag: str) -> None:
         """One line in the log."""
         plans = {bucket: kept[CUT].plan for bucket, kept in self.graphs.items()}
-        self.serving.report(flag, plans, sum(SHORT in kept for kept in self.graphs.values()))
+        self.serving.report(flag, plans, [kept[SHORT].plan for kept in self.graphs.values() if SHORT in kept])
 
     def drop(self) -> None:
         """Drop every graph."""
@@ -87,3 +90,4 @@ class Variants:
             for graph in kept.values():
                 graph.drop()
         self.graphs.clear()
+        self._held.clear()

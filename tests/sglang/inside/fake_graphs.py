@@ -131,3 +131,13 @@ def device_module() -> Any:
         synchronize=lambda: None,
         graph_pool_handle=lambda: (0, next(_handles)),
     )
+
+
+class TorchOf:
+    """``torch`` as a runner of SGLang sees it; Dynamo needs the real one."""
+
+    def __init__(self, device_module: Any) -> None:
+        self.get_device_module = lambda device: device_module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -110,6 +110,24 @@ def _published(batch: Any) -> Any:
         yield
 
 
+def forward_batch(loaded: Any, **fields: Any) -> Any:
+    """SGLang's batch for a prefill runner of its own, from what ``Runner.load`` gives; ``fields`` are as given."""
+    module = srt("model_executor.forward_batch_info")
+    given = {
+        **vars(loaded),
+        **{name: getattr(loaded, name).clone() for name in ("input_ids", "positions", "out_cache_loc")},
+        "capture_hidden_mode": module.CaptureHiddenMode.NULL,
+        "orig_seq_lens": loaded.seq_lens,
+        "return_logprob": False,
+        "extend_start_loc": torch.cumsum(loaded.extend_seq_lens, 0) - loaded.extend_seq_lens,
+        "extend_logprob_start_lens_cpu": list(loaded.extend_seq_lens_cpu),
+        "kv_loc_plan": SimpleNamespace(bind_replay=lambda *args, **kwargs: None),
+        **fields,
+    }
+    known = module.ForwardBatch.__dataclass_fields__
+    return module.ForwardBatch(**{name: value for name, value in given.items() if name in known})
+
+
 class Runner:
     """As much of SGLang's prefill runner as the graph backends use."""
 

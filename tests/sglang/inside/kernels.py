@@ -168,7 +168,7 @@ def patch_kernels() -> None:
         indexer.rearrange = lambda x, pattern, d: x.view(x.shape[0], -1, d)
         indexer.rotate_activation = lambda x: x * 1.0
         srt("layers.attention.dsa.triton_kernel").act_quant = _quantise
-        arguments = SimpleNamespace(get_attention_backends=lambda: ("dsa", "dsa"))
+        arguments = SimpleNamespace(get_attention_backends=lambda: ("dsa", "dsa"), device="cpu")
         srt("server_args").set_global_server_args_for_scheduler(arguments)
     utils.is_cuda = lambda: True
     utils.is_dsa_enable_prefill_cp = indexer.is_dsa_enable_prefill_cp = lambda: False

@@ -14,21 +14,11 @@ from unittest import mock
 import torch
 
 from . import host, layers
+from .fake_graphs import TorchOf
 from .kernels import BUCKETS, HIDDEN, srt
 
 RUNNER = srt("model_executor.piecewise_cuda_graph_runner")
 MODEL_RUNNER = srt("model_executor.model_runner")
-BATCH = srt("model_executor.forward_batch_info")
-
-
-class _Torch:
-    """``torch`` as the runner sees it: Dynamo needs the real one."""
-
-    def __init__(self, device_module: Any) -> None:
-        self.get_device_module = lambda device: device_module
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 class Outer(layers.Outer):
@@ -40,9 +30,10 @@ class Outer(layers.Outer):
 
 
 class Runner(host.Runner):
-    """A server's model runner, with SGLang's own prefill runner or ours."""
+    """A server's model runner, with SGLang's own prefill runner or ours. given: fields of its batches."""
 
     def __init__(self, body: Any, device_module: Any) -> None:
+        self.given: dict[str, Any] = {}
         for layer in body.layers:
             layer.self_attn = SimpleNamespace(attn_mqa=layer.attn, indexer=layer.indexer)
         super().__init__(body, Outer(body), "tc_piecewise", device_module)
@@ -75,24 +66,13 @@ class Runner(host.Runner):
     def replay(self, graphs: Any, new: list[int], prefix: list[int], seed: int) -> torch.Tensor:
         """As SGLang's model runner: the valid rows of the body's output."""
         tokens = sum(new)
-        batch = self._as_sglangs(self.load(new, prefix, tokens, seed))
+        batch = host.forward_batch(self.load(new, prefix, tokens, seed), **self.given)
         assert graphs.can_run(batch)
         forward = srt("model_executor.forward_context")
         with torch.no_grad(), forward.forward_context(forward.ForwardContext(attn_backend=self.attn_backend)):
             found: torch.Tensor = graphs.replay(batch).next_token_logits.clone()
         self.whole = self.model_runner.model.whole
         return found
-
-    def _as_sglangs(self, loaded: Any) -> Any:
-        known = set(BATCH.ForwardBatch.__dataclass_fields__)
-        given = {name: value for name, value in vars(loaded).items() if name in known}
-        given["capture_hidden_mode"] = BATCH.CaptureHiddenMode.NULL
-        for name in ("input_ids", "positions", "out_cache_loc"):
-            given[name] = given[name].clone()  # SGLang's buffers are others
-        given["orig_seq_lens"], given["return_logprob"] = loaded.seq_lens, False
-        given["extend_start_loc"] = torch.cumsum(loaded.extend_seq_lens, 0) - loaded.extend_seq_lens
-        given["extend_logprob_start_lens_cpu"] = list(loaded.extend_seq_lens_cpu)
-        return BATCH.ForwardBatch(**given)
 
     @contextmanager
     def _on_a_cpu(self) -> Any:
@@ -113,5 +93,5 @@ class Runner(host.Runner):
             for module in (RUNNER, MODEL_RUNNER):
                 known = {name: value for name, value in replaced.items() if hasattr(module, name)}
                 stack.enter_context(mock.patch.multiple(module, **known))
-            stack.enter_context(mock.patch.object(RUNNER, "torch", _Torch(self.device_module)))
+            stack.enter_context(mock.patch.object(RUNNER, "torch", TorchOf(self.device_module)))
             yield

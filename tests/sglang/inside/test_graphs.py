@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 import sparse_pcg
 
 from .fake_graphs import capturing
-from .harness import BATCHES, BREAKABLE, EDGES, FLAGS, Server, equal, expected, kernels, make_body, served
+from .harness import BATCHES, BREAKABLE, EDGES, FLAGS, Server, equal, expected, host, kernels, make_body, served
 
 
 @pytest.mark.parametrize("flag", FLAGS)
@@ -62,6 +64,43 @@ def test_two_models_in_one_process(flag: str) -> None:
     a.backend.cleanup() if hasattr(a.backend, "cleanup") else a.served.drop()
     found[1].extend(served(b, BATCHES[6:]))
     equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_counters_that_graphs_read_stay_when_sglang_takes_others(monkeypatch: pytest.MonkeyPatch, flag: str) -> None:
+    own = host.make_backend
+
+    def make_backend(*args: Any) -> Any:
+        backend = own(*args)
+        backend._multi_ctas_kv_counter_buffer = torch.zeros(3)
+        return backend
+
+    monkeypatch.setattr(host, "make_backend", make_backend)
+    ours = Server(make_body(), flag, True)
+    kept = weakref.ref(ours.runner.attn_backend._multi_ctas_kv_counter_buffer)
+    ours.runner.attn_backend._multi_ctas_kv_counter_buffer = None
+    gc.collect()
+    assert kept() is not None
+    ours.served.variants.drop()
+    assert kept() is None
+
+
+def test_segments_that_launch_nothing_are_no_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparse_pcg.integrations.sglang.layout import eager_on_graph
+    from sparse_pcg.integrations.sglang.segments import record_prefill
+
+    x = torch.zeros(3)
+    calls: list[int] = []
+    live = eager_on_graph(True)(lambda: calls.append(1))
+    with record_prefill("cut", pool=(0, 7), stream=None, barrier=None) as recorded:
+        live()
+        live()
+        x.add_(1)
+        live()
+    assert (recorded.plan.captures, recorded.plan.cuts, len(recorded._idle)) == (1, 3, 3)
+    calls.clear()
+    recorded.replay()
+    assert len(calls) == 3 and x[0] == 2  # of an emulated graph the capture runs too
 
 
 class Experts(torch.nn.Module):

@@ -30,14 +30,8 @@ def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 def test_batches_that_sglang_mixes_with_decodes() -> None:
     def mixed(server: Server) -> list[Any]:
-        own = server.runner._as_sglangs
-
-        def as_sglangs(loaded: Any) -> Any:
-            batch = own(loaded)
-            batch.forward_mode = batch.global_forward_mode = BATCH.ForwardMode.MIXED
-            return batch
-
-        server.runner._as_sglangs = as_sglangs
+        mode = BATCH.ForwardMode.MIXED
+        server.runner.given.update(forward_mode=mode, global_forward_mode=mode)
         return served(server, EDGES)
 
     body = make_body()

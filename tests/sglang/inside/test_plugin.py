@@ -161,6 +161,20 @@ def test_a_model_without_sparse_attention_is_left_to_sglang(flag: str, caplog: p
     assert ["SGLang's own graphs" in r.getMessage() for r in caplog.records] == [True]
 
 
+@pytest.mark.parametrize("value", ["1", "y"])
+def test_a_top_k_that_is_broadcast(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("SGLANG_DSA_TOPK_BROADCAST", value)
+    assert "BROADCAST" in _serving(host.Runner(make_body(), None, FLAGS[0], None)).reasons[ATTENTION]
+
+
+def test_the_log_has_the_cuts_of_both_variants(caplog: pytest.LogCaptureFixture) -> None:
+    serving = _serving(host.Runner(make_body(), None, FLAGS[0], None))
+    plan = {cuts: SimpleNamespace(cuts=cuts) for cuts in (2, 9, 7)}
+    with caplog.at_level(logging.INFO, "sparse_pcg"):
+        serving.report(FLAGS[0], {16: plan[9], 32: plan[9]}, [plan[7], plan[7]])
+    assert "2 buckets 16..32, cuts per prefill 9, 2 short graphs with 7 cuts" in caplog.records[-1].getMessage()
+
+
 def test_a_draft_that_is_no_nextn_layer_is_left_to_sglang() -> None:
     runner = host.Runner(make_body(), None, FLAGS[0], None)
     runner.model_runner.is_draft_worker = True
@@ -261,6 +275,7 @@ def test_the_floor_counts_with_the_padding_of_the_release(monkeypatch: pytest.Mo
     runner.attn_backend.dsa_prefill_impl = "trtllm"
     serving = _serving(runner)
     assert serving._floor([48, 64, 80, 96]) == 96  # 65 rows may be in 80
+    assert serving.serves(8192) and not serving.serves(8704)  # SGLang has no counters for more
     # Where a bucket takes half its rows and more, 160 holds 80; elsewhere 17 may be in it.
     assert serving._floor([16, 160]) == (161 if RELEASE in ("0.5.13.post1", "0.5.14") else 160)
 

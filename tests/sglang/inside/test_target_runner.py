@@ -1,0 +1,36 @@
+"""Our backends in SGLang's own prefill runner of releases with graph backends: equal to SGLang's own in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from .harness import FLAGS, Served, equal, kernels, make_body, served
+
+if kernels.ONE_RUNNER:
+    pytest.skip("this release has one runner and no graph backends", allow_module_level=True)
+
+from .target_runner import Target
+
+# (new tokens, prefix) per request, seed; a bucket takes batches of half its rows and more.
+STEPS = [
+    ([8], [0], 1), ([10, 9], [3, 20], 2), ([9, 10], [20, 3], 3), ([4, 5], [0, 0], 4), ([16], [0], 5),
+    ([5, 4], [3, 0], 6), ([1, 7, 8], [7, 1, 0], 7), ([12], [50], 8), ([30], [0], 9), ([8, 8, 8], [0, 0, 0], 10),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_outputs_and_caches_equal_sglangs_own(flag: str) -> None:
+    body = make_body()
+    wanted: list[Served] = served(Target(body, flag, False), STEPS)
+    ours = Target(body, flag, True)
+    backend: Any = ours.graphs.backend
+    assert type(backend).__name__.startswith("SparsePCG")
+    found = []
+    for new, prefix, seed in STEPS:
+        found.extend(served(ours, [(new, prefix, seed)]))
+        longest = max(n + p for n, p in zip(new, prefix, strict=True))
+        assert backend.variants.chosen == ("short" if longest <= kernels.TOPK else "cut")
+    equal(found, wanted)
+    assert set(backend.variants.graphs) == set(kernels.BUCKETS)
