@@ -132,10 +132,15 @@ def _maker(flag: str, release: str, cuda_graph_runner: Any) -> Callable[[], Any]
         return lambda: SparsePCGPiecewiseBackend(cuda_graph_runner, serving)
     from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import BreakableCudaGraphBackend
 
+    why = ""
     if not hasattr(BreakableCudaGraphBackend, "_output_rows"):
-        serving.reasons[ATTENTION_GATE] = "this release's breakable graphs do not serve sparse attention"
+        why = "this release's breakable graphs do not serve sparse attention"
+    elif argument(args, "debug_cuda_graph", False):
+        why = "debug_cuda_graph"
+    if why:
+        serving.reasons = {ATTENTION_GATE: why}
         serving.attention = False
-    if not serving.attention or argument(args, "debug_cuda_graph", False):
+    if not serving.attention:
         serving.report(flag, {})
         return None
     install(release)

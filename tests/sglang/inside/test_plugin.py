@@ -237,6 +237,17 @@ def test_with_attention_off_sglangs_breaks_stay(
     equal(served(ours, BATCHES[:5]), wanted)
 
 
+@pytest.mark.skipif(BREAKABLE not in FLAGS, reason="this release has no breakable graphs for sparse attention")
+def test_debugged_graphs_are_sglangs(caplog: pytest.LogCaptureFixture) -> None:
+    from sparse_pcg.integrations.sglang.hooks import choose_backend
+
+    runner = host.Runner(make_body(), None, BREAKABLE, None)
+    runner.model_runner.server_args.debug_cuda_graph = True
+    with caplog.at_level(logging.INFO, "sparse_pcg"):
+        assert choose_backend(RELEASE, lambda given: "its own", runner) == "its own"
+    assert "SGLang's own graphs; debug_cuda_graph" in caplog.records[-1].getMessage()
+
+
 @pytest.mark.skipif(BREAKABLE in FLAGS, reason="breakable graphs serve sparse attention in this release")
 def test_breakable_graphs_of_releases_before_they_served_sparse_attention() -> None:
     from sparse_pcg.integrations.sglang.hooks import choose_backend
