@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, repeat
 from operator import length_hint
 from typing import Any
 
@@ -89,8 +88,7 @@ class Flat:
             if torch._C._cuda_isCurrentStreamCapturing() or torch.autograd._profiler_enabled():
                 # PyTorch refuses to launch inside a capture, and its profiler sees the launches that it makes; of ops
                 # called past the dispatcher it would not know the names.
-                labels = chain(self._labels, repeat("?"))
-                rows = [(0, partial(_named, *pair)) for pair in zip(labels, self.steps, strict=False)]
+                rows = [(0, partial(_named, *pair)) for pair in zip(self._labels, self.steps, strict=False)]
                 places = list(range(len(rows)))
             stream = torch._C._cuda_getCurrentRawStream(device)
         launch, call, code = self._launch, _nothing, 0

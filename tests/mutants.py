@@ -577,6 +577,8 @@ MUTANTS = [
     _sglang("served_graph.py", "if self._visits[tokens] > 1:", "if self._visits[tokens] > 2:", "0.5.14"),
     _sglang("compiled_prefill.py", "if stream is None:", "if False:", "0.5.14"),
     _sglang("compiled_prefill.py", "elif self._plain:", "elif False:", "0.5.13.post1"),
+    _sglang("compiled_prefill.py", "record_prefill(variant, pool=self._pool,", "record_prefill(variant, pool=(9, 9),",
+            "0.5.13.post1"),
     _sglang("deployment.py", "before + 1 if padding is None else", "0 if padding is None else", "0.5.14"),
     _sglang("hooks.py", "elif model_runner.is_draft_worker:", "elif False:", "0.5.13.post1"),
     _sglang("piecewise_runner.py", "                own(body, **kwargs)", "                raise", "0.5.13.post1"),

@@ -32,23 +32,18 @@ _phase = _first("sglang.srt.compilation.compile_phase", _BEFORE_BACKENDS)
 _context = _first(f"{_EXECUTOR}.runner_backend_utils.tc_piecewise_cuda_graph", _BEFORE_BACKENDS)
 
 
-def capture_stream() -> Any:
-    """The stream that SGLang captures on, inside its capture session; else None."""
-    return _phase.get_pcg_capture_stream()
-
-
-def warms_up() -> bool:
-    """Whether SGLang runs its model only to compile it."""
-    if hasattr(_phase, "is_in_torch_compile_warmup"):
-        return bool(_phase.is_in_torch_compile_warmup())
-    return bool(_phase.is_in_pcg_torch_compile())
+# The stream that SGLang captures on, inside its capture session; else None.
+capture_stream: Callable[[], Any] = _phase.get_pcg_capture_stream
+# Whether SGLang runs its model only to compile it.
+warms_up: Callable[[], bool] = getattr(_phase, "is_in_torch_compile_warmup", None) or _phase.is_in_pcg_torch_compile
+_context_of: Callable[[], Any] = (
+    getattr(_context, "get_tc_piecewise_forward_context", None) or _context.get_forward_context
+)
 
 
 def running_batch() -> Any:
     """The batch of the prefill under way, as SGLang's breaks read it."""
-    if hasattr(_context, "get_tc_piecewise_forward_context"):
-        return _context.get_tc_piecewise_forward_context().forward_batch
-    return _context.get_forward_context().forward_batch
+    return _context_of().forward_batch
 
 
 def most_padding() -> int | None:

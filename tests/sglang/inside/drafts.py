@@ -7,18 +7,16 @@ norms and projections of the layer, its experts, the head.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
-from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 
 from sparse_pcg.integrations.sglang import hooks
 
-from . import harness, host, kernels, layers
+from . import harness, host, kernels, layers, server_parts
 from .kernels import HIDDEN, PAGE, TOPK, srt
 
 NEXTN = srt("models.deepseek_nextn")
@@ -114,41 +112,29 @@ class Draft:
         self.model = model
         layer_id = model.model.decoder.layer_id
         self.pool, self.table = kernels.Pool(layer_id + 1), torch.zeros(4, 128, dtype=torch.int32)
-        backend = host.make_backend(self.pool, self.table)
-        backend.use_captured_forward_metadata_for_breakable_cuda_graph = False
-        self.config = SimpleNamespace(
-            hf_config=SimpleNamespace(architectures=["DeepseekV3ForCausalLMNextN"], index_topk=TOPK, model_type="none"),
-            is_multimodal=False, hidden_size=HIDDEN, spec_hidden_size=HIDDEN, vocab_size=VOCAB, context_len=512,
-            num_hidden_layers=9, num_nextn_predict_layers=1, is_mla_breakable_cuda_graph_supported=False,
-        )  # fmt: skip
         layer_setup = srt("model_executor.model_runner_components.layer_setup")
-        nothing = dict.fromkeys(
-            ("get_pp_proxy_topk_size", "get_pp_proxy_residual_num_blocks", "get_pp_proxy_dspark_hidden_size"),
-            lambda: None,
-        )
-        self.runner = SimpleNamespace(
-            model=model, model_config=self.config, is_draft_worker=True, is_generation=True, dtype=torch.float32,
-            device="cpu", gpu_id=0, server_args=_arguments(**arguments), attn_backend=backend,
-            token_to_kv_pool=self.pool, req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=4),
-            spec_algorithm=srt("speculative.spec_info").SpeculativeAlgorithm.EAGLE, graph_shared_output=None,
-            tp_group=SimpleNamespace(barrier=lambda: None), lora_manager=None, _kernel_warmed_up=True,
-            pp_group=SimpleNamespace(is_last_rank=True, is_first_rank=True),
+        self.runner = server_parts.model_runner(
+            host.make_backend(self.pool, self.table), self.pool, self.table,
+            model=model, is_draft_worker=True, server_args=server_parts.arguments(**arguments),
+            model_config=server_parts.model_config(
+                "DeepseekV3ForCausalLMNextN", num_hidden_layers=9, num_nextn_predict_layers=1,
+                is_mla_breakable_cuda_graph_supported=False,
+            ),
+            spec_algorithm=srt("speculative.spec_info").SpeculativeAlgorithm.EAGLE,
             layer_info=SimpleNamespace(start_layer=0, end_layer=1),
             get_cuda_graph_layers=layer_setup.compute_attention_and_moe_layers,
-            ngram_embedding_manager=SimpleNamespace(enabled=False), prepare_dummy_forward_batch=lambda batch: batch,
-            kv_index_translator=SimpleNamespace(bind_runner_slots=lambda batch: None),
-            attn_tp_sequence_sharded=lambda tokens: False, **nothing,
         )  # fmt: skip
+        self.config = self.runner.model_config
 
     graphs: Any = None
 
     def capture(self) -> Any:
         """What SGLang's worker asks for once the draft has its head; gives the prefill runner, or None."""
         hooks.install(harness.RELEASE)
-        srt(
-            "model_executor.input_buffers"
-        )._forward_input_buffer_pool.clear()  # as in a process that served nothing yet
-        with _on_a_cpu():
+        server_parts.new_process()
+        own = RUNNER.resolve_prefill_backend
+        chosen = partial(hooks.choose_backend, harness.RELEASE, own)
+        with server_parts.on_a_cpu(RUNNER, SETUP, resolve_prefill_backend=chosen):
             made = SETUP.capture_prefill_graph(model_runner=self.runner, eager_runner=None, force_for_draft_worker=True)
         self.graphs = made.runner
         return made.runner
@@ -201,31 +187,3 @@ class Draft:
         with forward.forward_context(forward.ForwardContext(attn_backend=backend)):
             backend.init_forward_metadata(batch)
             return self.model.forward(batch.input_ids, batch.positions, batch)
-
-
-def _arguments(**given: Any) -> Any:
-    """SGLang's server arguments, as published; ``given`` as it resolves them."""
-    arguments = copy.copy(srt("runtime_context").get_server_args())
-    given = {"cuda_graph_config": kernels.GRAPH_CONFIG, **given}
-    resolved = [*(getattr(arguments, "_resolved_overrides", None) or ()), ("test", given)]
-    vars(arguments).update(_resolved_overrides=resolved, **given)
-    return arguments
-
-
-@contextmanager
-def _on_a_cpu() -> Any:
-    """Inside the block what the runner asks CUDA for is stood in, and the plug-in chooses its backend."""
-    stream = SimpleNamespace(stream=harness.device_module.current_stream())
-    own = RUNNER.resolve_prefill_backend
-    replaced = {
-        "graph_capture": lambda **given: nullcontext(stream),
-        "get_or_create_global_graph_capture_stream": lambda *given: None,
-        "resolve_prefill_backend": lambda runner: hooks.choose_backend(harness.RELEASE, own, runner),
-        "freeze_gc": lambda enabled: nullcontext(),  # collects all of this process's garbage, which takes seconds
-        "get_available_gpu_memory": lambda *given, **rest: 80.0,
-    }
-    with ExitStack() as stack:
-        for module in (RUNNER, SETUP):
-            known = {name: value for name, value in replaced.items() if hasattr(module, name)}
-            stack.enter_context(mock.patch.multiple(module, **known))
-        yield

@@ -38,6 +38,12 @@ EDGES = [
     ([1, 1, 1, 1], [50, 3, 7, 8], 12), ([31], [1], 13), ([15, 1], [0, 0], 14),
 ]  # fmt: skip
 
+# Of SGLang's own runners, in which a bucket takes batches of half its rows and more.
+STEPS = [
+    ([8], [0], 1), ([10, 9], [3, 20], 2), ([9, 10], [20, 3], 3), ([4, 5], [0, 0], 4), ([16], [0], 5),
+    ([5, 4], [3, 0], 6), ([1, 7, 8], [7, 1, 0], 7), ([12], [50], 8), ([30], [0], 9), ([8, 8, 8], [0, 0, 0], 10),
+]  # fmt: skip
+
 device_module = fake_graphs.device_module()
 
 

@@ -102,3 +102,13 @@ class Outer(torch.nn.Module):
 
     def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
         return self.model(input_ids, positions, forward_batch)
+
+
+class WithHead(Outer):
+    """The model around the body: every row of the body's output as its logits. whole: with pad rows."""
+
+    shared_experts_config = None
+
+    def forward(self, input_ids: Any, positions: Any, forward_batch: Any, **kwargs: Any) -> Any:
+        self.whole = super().forward(input_ids, positions, forward_batch)
+        return srt("layers.logits_processor").LogitsProcessorOutput(next_token_logits=self.whole, hidden_states=None)

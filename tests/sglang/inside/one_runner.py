@@ -6,27 +6,18 @@ capture and replay, and what ``host`` says. Replaced: weights, projections, the 
 
 from __future__ import annotations
 
-from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 
-from . import host, layers
+from . import harness, host, layers, server_parts
 from .fake_graphs import TorchOf
 from .kernels import BUCKETS, HIDDEN, srt
 
 RUNNER = srt("model_executor.piecewise_cuda_graph_runner")
 MODEL_RUNNER = srt("model_executor.model_runner")
-
-
-class Outer(layers.Outer):
-    """The model around the body: every row of the body's output as its logits."""
-
-    def forward(self, input_ids: Any, positions: Any, forward_batch: Any) -> Any:
-        self.whole = super().forward(input_ids, positions, forward_batch)
-        return srt("layers.logits_processor").LogitsProcessorOutput(next_token_logits=self.whole, hidden_states=None)
 
 
 class Runner(host.Runner):
@@ -36,7 +27,7 @@ class Runner(host.Runner):
         self.given: dict[str, Any] = {}
         for layer in body.layers:
             layer.self_attn = SimpleNamespace(attn_mqa=layer.attn, indexer=layer.indexer)
-        super().__init__(body, Outer(body), "tc_piecewise", device_module)
+        super().__init__(body, layers.WithHead(body), "tc_piecewise", device_module)
         vars(self.model_runner).update(
             device="cpu", gpu_id=0, is_multimodal=False, is_generation=True, is_draft_worker=False, dtype=torch.float32,
             req_to_token_pool=SimpleNamespace(req_to_token=self.table, size=4),
@@ -52,9 +43,14 @@ class Runner(host.Runner):
 
     def build(self, release: str, ours: bool, **how: Any) -> Any:
         """SGLang's start of a server's prefill graphs, with its own arguments; gives the runner that it made."""
-        srt("model_executor.input_buffers")._forward_input_buffer_pool.clear()  # as in a new process
+        server_parts.new_process()
         own = MODEL_RUNNER.ModelRunner.init_piecewise_cuda_graphs
-        with self._on_a_cpu(), torch.no_grad():
+        stood_in = server_parts.on_a_cpu(
+            RUNNER, MODEL_RUNNER, set_graph_pool_id=lambda pool: None, get_tensor_model_parallel_rank=lambda: 0,
+            get_attention_tp_size=lambda: 1, get_attention_tp_rank=lambda: 0,
+            require_gathered_buffer=lambda arguments: False, get_moe_a2a_backend=harness.NoA2A,
+        )  # fmt: skip
+        with stood_in, mock.patch.object(RUNNER, "torch", TorchOf(self.device_module)), torch.no_grad():
             if ours:
                 from sparse_pcg.integrations.sglang.hooks import construct_with
 
@@ -73,25 +69,3 @@ class Runner(host.Runner):
             found: torch.Tensor = graphs.replay(batch).next_token_logits.clone()
         self.whole = self.model_runner.model.whole
         return found
-
-    @contextmanager
-    def _on_a_cpu(self) -> Any:
-        """Inside the block what SGLang's runner asks CUDA for is stood in."""
-        stream = SimpleNamespace(stream=self.device_module.current_stream())
-        replaced = {
-            "graph_capture": lambda: nullcontext(stream),
-            "freeze_gc": lambda enabled: nullcontext(),  # collects all of this process's garbage, which takes seconds
-            "get_available_gpu_memory": lambda *given, **rest: 80.0,
-            "get_tensor_model_parallel_rank": lambda: 0,
-            "get_attention_tp_size": lambda: 1,
-            "get_attention_tp_rank": lambda: 0,
-            "set_graph_pool_id": lambda pool: None,
-            "require_gathered_buffer": lambda arguments: False,
-            "get_moe_a2a_backend": lambda: SimpleNamespace(is_deepep=lambda: False, is_mooncake=lambda: False),
-        }
-        with ExitStack() as stack:
-            for module in (RUNNER, MODEL_RUNNER):
-                known = {name: value for name, value in replaced.items() if hasattr(module, name)}
-                stack.enter_context(mock.patch.multiple(module, **known))
-            stack.enter_context(mock.patch.object(RUNNER, "torch", TorchOf(self.device_module)))
-            yield

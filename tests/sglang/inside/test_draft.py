@@ -13,19 +13,13 @@ import torch
 import sparse_pcg
 from sparse_pcg.gates import DRAFT
 
-from .harness import BATCHES, BREAKABLE, FLAGS, RELEASE, Server, equal, expected, kernels, make_body, served
+from .harness import BATCHES, BREAKABLE, FLAGS, RELEASE, STEPS, Server, equal, expected, kernels, make_body, served
 
 if BREAKABLE not in FLAGS:
     pytest.skip("this release has no breakable graphs for sparse attention", allow_module_level=True)
 
 from . import drafts
 from .drafts import Draft, make_model
-
-# (new tokens, prefix, seed); a bucket takes batches of half its rows and more. Some rows see more than 8 tokens.
-STEPS = [
-    ([8], [0], 1), ([10, 9], [3, 20], 2), ([9, 10], [20, 3], 3), ([4, 5], [0, 0], 4), ([16], [0], 5),
-    ([5, 4], [3, 0], 6), ([1, 7, 8], [7, 1, 0], 7), ([12], [50], 8), ([30], [0], 9), ([8, 8, 8], [0, 0, 0], 10),
-]  # fmt: skip
 
 
 def same(found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:

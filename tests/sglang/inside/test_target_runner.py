@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 
-from .harness import FLAGS, Served, equal, kernels, make_body, served
+from .harness import FLAGS, STEPS, Served, equal, kernels, make_body, served
 
 if kernels.ONE_RUNNER:
     pytest.skip("this release has one runner and no graph backends", allow_module_level=True)
 
 from .target_runner import Target
-
-# (new tokens, prefix) per request, seed; a bucket takes batches of half its rows and more.
-STEPS = [
-    ([8], [0], 1), ([10, 9], [3, 20], 2), ([9, 10], [20, 3], 3), ([4, 5], [0, 0], 4), ([16], [0], 5),
-    ([5, 4], [3, 0], 6), ([1, 7, 8], [7, 1, 0], 7), ([12], [50], 8), ([30], [0], 9), ([8, 8, 8], [0, 0, 0], 10),
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("flag", FLAGS)
