@@ -232,7 +232,7 @@ define(
         "triton": Provider(_triton_k),
         "cuda": Provider(_cuda_k, index_keys_cuda.refuses, index_keys_cuda.missing),
     },
-    preference=("triton",),
+    preference=("cuda", "triton"),
 )
 ROUTES = (
     {"INTERLEAVED": False, "HADAMARD": True, "ROUND_SCALE": True},

@@ -263,9 +263,9 @@ def test_refusals_say_why() -> None:
             custom_ops.index_k_prepare_store(**args)
 
 
-def test_only_where_forced() -> None:
+def test_it_comes_first() -> None:
     names = [name for name, _, _ in custom_ops.providers_of("index_k_prepare_store")]
-    assert names == ["triton", "reference", "cuda"]
+    assert names == ["cuda", "triton", "reference"]
 
 
 @pytest.mark.parametrize("affine", AFFINE)
