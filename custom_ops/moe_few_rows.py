@@ -8,27 +8,15 @@ an H200 in bfloat16).
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
 
 from custom_ops._dependent import let_next_start, overlaps, wait_for_kernel_before
 from custom_ops._rows import next_power_of_two
-from custom_ops.moe_tiles import down_tile, gated_tile
+from custom_ops.moe_tiles import Tile, down_tile, gated_tile
 
 ROWS = 16  # the least that a product takes
-
-
-class Tile(NamedTuple):
-    """Columns of a program, depth of a step, warps, steps in flight."""
-
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-
 
 # The fastest of six measured on an H200 with hidden 6144: inter 256 and 2048, 1 to 16 rows.
 _GATE = Tile(32, 256, 4, 3)
@@ -134,27 +122,21 @@ def launch_few(
     shape = {"HIDDEN": hidden, "INTER": inter, "TOP": top, "TOP_P2": next_power_of_two(top), "BM": ROWS, "PDL": pdl}
     gate, second = _GATE if inter > _NARROW else _GATE_NARROW, _DOWN
     _gate_up_kernel[(triton.cdiv(inter, gate.columns), experts)](
-        x, gate_up, ids, active, rows, **shape, **_options(gate)
+        x, gate_up, ids, active, rows, **shape, **gate.options()
     )
     _down_kernel[(triton.cdiv(hidden, second.columns),)](
-        active, down, ids, weights, out, rows, EXPERTS=experts, **shape, **_options(second), launch_pdl=pdl
+        active, down, ids, weights, out, rows, EXPERTS=experts, **shape, **second.options(), launch_pdl=pdl
     )
     return out
-
-
-def _options(tile: Tile) -> dict[str, int]:
-    """The constants of a kernel that works in such tiles."""
-    sizes = {"BN": tile.columns, "BK": tile.depth, "num_warps": tile.warps, "num_stages": tile.stages}
-    return {**sizes, "enable_fp_fusion": False}
 
 
 _SIZES = {"HIDDEN": 6144, "TOP": 8, "TOP_P2": 8, "BM": ROWS, "PDL": True}
 _POINTERS = {"weight": "*bf16", "ids": "*i64", "out": "*bf16", "rows": "i32"}
 KERNELS = [
     *(
-        (_gate_up_kernel, {**_POINTERS, "x": "*bf16"}, {**_SIZES, "INTER": inter, **_options(tile)})
+        (_gate_up_kernel, {**_POINTERS, "x": "*bf16"}, {**_SIZES, "INTER": inter, **tile.options()})
         for inter, tile in ((2048, _GATE), (256, _GATE_NARROW))
     ),
     (_down_kernel, {**_POINTERS, "active": "*bf16", "gates": "*fp32"},
-     {**_SIZES, "INTER": 2048, "EXPERTS": 32, **_options(_DOWN), "launch_pdl": True}),
+     {**_SIZES, "INTER": 2048, "EXPERTS": 32, **_DOWN.options(), "launch_pdl": True}),
 ]  # fmt: skip

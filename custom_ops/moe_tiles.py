@@ -2,8 +2,24 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """Columns of a program, depth of a step, warps, steps in flight and being computed."""
+
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+
+    def options(self) -> dict[str, int]:
+        """The constants and launch options of a kernel that works in such tiles."""
+        sizes = {"BN": self.columns, "BK": self.depth, "num_warps": self.warps, "num_stages": self.stages}
+        return {**sizes, "enable_fp_fusion": False}
 
 
 @triton.jit

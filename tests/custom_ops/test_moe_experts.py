@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,12 +12,21 @@ from hypothesis import example, given, settings
 from custom_ops import debug_checks
 from custom_ops.moe_experts import Tiles, launch, tiles_for
 from custom_ops.moe_few_rows import ROWS, launch_few
+from custom_ops.moe_tiles import Tile
 from tests.custom_ops import strategies as s
 from tests.custom_ops.opcheck import opcheck
 
 FAMILY = importlib.import_module("custom_ops.moe_experts")
 PROVIDERS = ("reference", "triton")
-TILES = (Tiles(16, 16, 32, 32, 4), Tiles(32, 32, 16, 16, 4))
+TILES = (Tiles(16, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3)), Tiles(32, Tile(32, 16, 4, 3), Tile(16, 16, 4, 3)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_chunks() -> Iterator[None]:
+    """A program of the plan for each of 32 chunks would take the interpreter long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FAMILY, "_CHUNKS", 4)
+        yield
 
 
 def arguments(
@@ -144,7 +154,8 @@ def test_whole_numbers_are_exact(rows: int, experts: int, top: int, tiles: Tiles
     if routing == "the last alone":
         args["ids"][-1:, -1] = torch.where(here.any(1), 0, experts)[-1:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FAMILY, "_PLAN_BLOCK", 16)  # several steps of it, as many rows have
+        for name, least in (("_PLAN_ROWS", 2), ("_PROGRAMS", 3), ("_FILL_ROWS", 4), ("_FILL_BLOCK", 16)):
+            patch.setattr(FAMILY, name, least)  # several steps of all, as many rows have
         got = launch(*tensors(args), tiles)
     s.assert_bitwise(got + 0.0, row_by_row(args).half() + 0.0)
 
@@ -185,7 +196,7 @@ def test_few_rows_have_the_bits_of_many(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "matmul", exact)  # the interpreter's: in float32 a row's bits depend on its place in the tile
         few = launch_few(*tensors(args))
-        s.assert_bitwise(few, launch(*tensors(args), Tiles(ROWS, 32, 32, 256, 4)))
+        s.assert_bitwise(few, launch(*tensors(args), Tiles(ROWS, Tile(32, 256, 4, 3), Tile(32, 256, 4, 3))))
         args["x"][rows // 2] = torch.nan
         others = [i for i in range(rows) if i != rows // 2]
         s.assert_bitwise(launch_few(*tensors(args))[others], few[others])
@@ -218,7 +229,7 @@ def test_negative_weights_count() -> None:
 
 def test_tiles_by_rows_of_an_expert() -> None:
     assert [tiles_for(n, 256).rows for n in (0.5, 16, 16.5, 64, 65, 256)] == [16, 16, 64, 64, 128, 128]
-    assert (tiles_for(256, 256).gate_columns, tiles_for(256, 2048).gate_columns) == (64, 128)
+    assert (tiles_for(256, 256).gate.columns, tiles_for(256, 2048).gate.columns) == (64, 128)
 
 
 def test_wrong_arguments() -> None:
