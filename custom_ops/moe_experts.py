@@ -155,9 +155,7 @@ def launch(
     choices = {**routing, "TOP_P2": next_power_of_two(top)}
     shape = {"HIDDEN": hidden, "INTER": inter, "EXPERTS_P2": next_power_of_two(experts), "BM": tiles.rows}
     blocks = tokens * most // tiles.rows + experts
-    plan_kernel[(_CHUNKS, experts)](
-        ids, lists, counts, tokens, chunk, **choices, CHUNKS=_CHUNKS, BLOCK=_PLAN_ROWS
-    )
+    plan_kernel[(_CHUNKS, experts)](ids, lists, counts, tokens, chunk, **choices, CHUNKS=_CHUNKS, BLOCK=_PLAN_ROWS)
     programs = min(_PROGRAMS, triton.cdiv(inter, tiles.gate.columns) * blocks)
     gate_up_kernel[(programs + triton.cdiv(tokens, _FILL_ROWS),)](
         x, gate_up, ids, lists, counts, order, totals, active, out, tokens, chunk, programs,
@@ -200,9 +198,9 @@ define(
 )
 
 _ROUTING = {"TOP": 8, "TOP_P2": 8, "MOST": 8, "EXPERTS": 32, "PDL": True}
-_INT32 = {name: "i32" for name in ("tokens", "chunk", "programs")}
-_POINTERS = {"ids": "*i64", **{name: "*i32" for name in ("lists", "counts", "order", "totals")}, "weight": "*bf16"}
-_POINTERS |= {"gates": "*fp32", **{name: "*bf16" for name in ("x", "active", "parts", "out")}, **_INT32}
+_INT32 = dict.fromkeys(("tokens", "chunk", "programs"), "i32")
+_POINTERS = {"ids": "*i64", **dict.fromkeys(("lists", "counts", "order", "totals"), "*i32"), "weight": "*bf16"}
+_POINTERS |= {"gates": "*fp32", **dict.fromkeys(("x", "active", "parts", "out"), "*bf16"), **_INT32}
 KERNELS = [
     (plan_kernel, _POINTERS, {**_ROUTING, "CHUNKS": _CHUNKS, "BLOCK": _PLAN_ROWS}),
     (sum_kernel, _POINTERS, {**_ROUTING, "HIDDEN": 6144, "ROWS": _SUM_ROWS, "BLOCK": _SUM_BLOCK, "launch_pdl": True}),

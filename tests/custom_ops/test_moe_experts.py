@@ -154,7 +154,8 @@ def test_whole_numbers_are_exact(rows: int, experts: int, top: int, tiles: Tiles
     if routing == "the last alone":
         args["ids"][-1:, -1] = torch.where(here.any(1), 0, experts)[-1:]
     with pytest.MonkeyPatch.context() as patch:
-        for name, least in (("_PLAN_ROWS", 2), ("_PROGRAMS", 3), ("_FILL_ROWS", 4), ("_FILL_BLOCK", 16)):
+        steps = {"_PLAN_ROWS": 2, "_PROGRAMS": 3, "_FILL_ROWS": 4, "_FILL_BLOCK": 16, "_SUM_BLOCK": 16}
+        for name, least in steps.items():
             patch.setattr(FAMILY, name, least)  # several steps of all, as many rows have
         got = launch(*tensors(args), tiles)
     s.assert_bitwise(got + 0.0, row_by_row(args).half() + 0.0)
@@ -209,6 +210,37 @@ def test_few_rows_are_those_that_one_tile_holds(monkeypatch: pytest.MonkeyPatch)
         s.call("moe_experts", "triton", arguments(rows))
     s.call("moe_experts", "triton", arguments(1, experts=33))
     assert taken == [1, ROWS]
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_what_was_in_memory_is_not_seen(rows: int) -> None:
+    """New tensors hold NaN and the largest integer. Rows with no, one and several experts here."""
+    args = arguments(rows, 3, 3, absent=4)
+    served = (args["ids"] < 3).sum(1)
+    assert {0, 1, 2} <= set(served.tolist())
+    want = s.call("moe_experts", "triton", args)
+    torch.use_deterministic_algorithms(True)
+    try:
+        s.assert_bitwise(s.call("moe_experts", "triton", args), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not want[served == 0].any() and want.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_zero_is_positive(rows: int) -> None:
+    """As the sum of parts that begins at zero: a row's only part makes no other bits."""
+    args = arguments(rows, 3, 1, absent=0)
+    args["x"].zero_()
+    got = s.call("moe_experts", "triton", args | {"weights": -torch.ones_like(args["weights"])})
+    s.assert_bitwise(got, torch.zeros_like(got))
+
+
+def test_narrow_experts_take_more_programs_where_blocks_are_few() -> None:
+    columns = lambda rows, inter, experts: tiles_for(rows, inter, experts).gate.columns  # noqa: E731
+    assert [columns(4, 256, 4), columns(64, 256, 4), columns(256, 256, 4)] == [16, 16, 32]
+    assert [columns(4, 256, 32), columns(256, 256, 32), columns(4, 2048, 4)] == [64, 64, 64]
+    assert columns(0.5, 64, 1) == 16
 
 
 def test_an_expert_that_overflows_on_a_row_it_does_not_serve_is_harmless() -> None:
