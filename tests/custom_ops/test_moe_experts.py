@@ -135,6 +135,8 @@ def test_agrees_with_the_definition(
 
 
 @example(rows=2, experts=1, top=1, tiles=TILES[0], routing="all to one", seed=0)  # the last block that there can be
+@example(rows=61, experts=4, top=1, tiles=TILES[0], routing="all to one", seed=0)  # several blocks, lists and tiles
+@example(rows=61, experts=4, top=3, tiles=TILES[1], routing="drawn", seed=1)
 @given(
     rows=st.sampled_from((*s.TOKENS, 61)),
     experts=st.sampled_from((1, 4, 5)),
