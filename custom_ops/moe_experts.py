@@ -28,7 +28,7 @@ _PLAN_ROWS = 256  # that it looks at in one step
 _PROGRAMS = 1056  # of a GEMM at most: each takes further tiles then
 _FILL_ROWS = 16  # of a program that writes zeros
 _FILL_BLOCK = 512
-_SUM_ROWS, _SUM_BLOCK = 4, 2048
+_SUM_BLOCK = 2048
 _ENOUGH = 64  # programs of the first GEMM for which columns are worth dividing
 _LEAST_COLUMNS = 16
 
@@ -41,12 +41,12 @@ class Tiles(NamedTuple):
     down: Tile
 
 
-_FEW = Tiles(16, Tile(64, 128, 4, 3), Tile(128, 128, 4, 3))
-_SOME = Tiles(64, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))
+_FEW = Tiles(16, Tile(32, 256, 4, 3), Tile(64, 128, 4, 3))
+_SOME = Tiles(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 3))
 _MANY_NARROW = Tiles(128, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))
-_MANY_WIDE = Tiles(128, Tile(128, 64, 8, 3), Tile(128, 64, 8, 3))
+_MANY_WIDE = Tiles(128, Tile(64, 128, 8, 3), Tile(256, 64, 8, 3))
 # The first GEMM where its programs are few: each is bound by how much it has in flight.
-_SLIM = {16: (256, 4, 4), 64: (128, 4, 4), 128: (128, 4, 4)}
+_SLIM = {64: (128, 4, 6), 128: (128, 8, 4)}
 
 
 def tiles_for(rows_per_expert: float, inter: int, experts: int = 256) -> Tiles:
@@ -61,7 +61,7 @@ def tiles_for(rows_per_expert: float, inter: int, experts: int = 256) -> Tiles:
     else:
         tiles = _MANY_WIDE if inter >= 1024 else _MANY_NARROW
     columns, blocks = tiles.gate.columns, experts * math.ceil(rows_per_expert / tiles.rows)
-    while columns > _LEAST_COLUMNS and blocks * triton.cdiv(inter, columns) < _ENOUGH:
+    while tiles.rows in _SLIM and columns > _LEAST_COLUMNS and blocks * triton.cdiv(inter, columns) < _ENOUGH:
         columns //= 2
     return tiles if columns == tiles.gate.columns else tiles._replace(gate=Tile(columns, *_SLIM[tiles.rows]))
 
@@ -168,9 +168,7 @@ def launch(
         **routing, **shape, **tiles.down.options(), launch_pdl=pdl,
     )  # fmt: skip
     if most > 1:
-        sum_kernel[(triton.cdiv(tokens, _SUM_ROWS),)](
-            parts, ids, out, tokens, **choices, HIDDEN=hidden, ROWS=_SUM_ROWS, BLOCK=_SUM_BLOCK, launch_pdl=pdl
-        )
+        sum_kernel[(tokens,)](parts, ids, out, **choices, HIDDEN=hidden, BLOCK=_SUM_BLOCK, launch_pdl=pdl)
     return out
 
 
@@ -203,7 +201,7 @@ _POINTERS = {"ids": "*i64", **dict.fromkeys(("lists", "counts", "order", "totals
 _POINTERS |= {"gates": "*fp32", **dict.fromkeys(("x", "active", "parts", "out"), "*bf16"), **_INT32}
 KERNELS = [
     (plan_kernel, _POINTERS, {**_ROUTING, "CHUNKS": _CHUNKS, "BLOCK": _PLAN_ROWS}),
-    (sum_kernel, _POINTERS, {**_ROUTING, "HIDDEN": 6144, "ROWS": _SUM_ROWS, "BLOCK": _SUM_BLOCK, "launch_pdl": True}),
+    (sum_kernel, _POINTERS, {**_ROUTING, "HIDDEN": 6144, "BLOCK": _SUM_BLOCK, "launch_pdl": True}),
     *(
         entry
         for tiles, inter in (

@@ -223,38 +223,30 @@ def down_kernel(
         tl.store(target, made.to(out.dtype.element_ty), mask=mask[:, None] & (n < HIDDEN)[None, :])
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
 def sum_kernel(
     parts: tl.tensor,
     ids: tl.tensor,
     out: tl.tensor,
-    tokens: tl.tensor,
     HIDDEN: tl.constexpr,
     TOP: tl.constexpr,
     TOP_P2: tl.constexpr,
     MOST: tl.constexpr,
     EXPERTS: tl.constexpr,
-    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Of ROWS rows those that several experts have a part in."""
-    rows, slot = tl.arange(0, ROWS), tl.arange(0, TOP_P2)[None, :]
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    place = (first + rows)[:, None] * TOP + slot
-    mask = (first + rows < tokens)[:, None] & (slot < TOP)
-    served = tl.sum((tl.load(ids + place, mask=mask, other=EXPERTS) < EXPERTS).to(tl.int32), 1)
+    """A program a row: its parts, where several experts have one."""
+    row, slot = tl.program_id(0).to(tl.int64), tl.arange(0, TOP_P2)
+    chosen = tl.load(ids + row * TOP + slot, mask=slot < TOP, other=EXPERTS)
+    count = tl.sum((chosen < EXPERTS).to(tl.int32), 0)
     wait_for_kernel_before(PDL)
-    if tl.max(served, 0) > 1:
-        for index in range(ROWS):
-            count = tl.sum(tl.where(rows == index, served, 0))
-            if count > 1:
-                row = first + index
-                for start in range(0, HIDDEN, BLOCK):
-                    column = start + tl.arange(0, BLOCK)
-                    total = tl.zeros((BLOCK,), tl.float32)
-                    for part in tl.static_range(MOST):
-                        there = column < tl.where(part < count, HIDDEN, 0)
-                        values = tl.load(parts + (row * MOST + part) * HIDDEN + column, mask=there, other=0.0)
-                        total += values.to(tl.float32)
-                    tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
+    if count > 1:
+        for start in range(0, HIDDEN, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            total = tl.zeros((BLOCK,), tl.float32)
+            for part in tl.static_range(MOST):
+                there = column < tl.where(part < count, HIDDEN, 0)
+                values = tl.load(parts + (row * MOST + part) * HIDDEN + column, mask=there, other=0.0)
+                total += values.to(tl.float32)
+            tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)

@@ -240,9 +240,8 @@ def test_zero_is_positive(rows: int) -> None:
 
 def test_narrow_experts_take_more_programs_where_blocks_are_few() -> None:
     columns = lambda rows, inter, experts: tiles_for(rows, inter, experts).gate.columns  # noqa: E731
-    assert [columns(4, 256, 4), columns(64, 256, 4), columns(256, 256, 4)] == [16, 16, 32]
-    assert [columns(4, 256, 32), columns(256, 256, 32), columns(4, 2048, 4)] == [64, 64, 64]
-    assert columns(0.5, 64, 1) == 16
+    assert [columns(64, 256, 4), columns(256, 256, 4), columns(20, 64, 1)] == [16, 32, 16]
+    assert [columns(64, 256, 32), columns(256, 256, 32), columns(64, 2048, 4)] == [64, 64, 64]
 
 
 def test_an_expert_that_overflows_on_a_row_it_does_not_serve_is_harmless() -> None:
@@ -263,7 +262,7 @@ def test_negative_weights_count() -> None:
 
 def test_tiles_by_rows_of_an_expert() -> None:
     assert [tiles_for(n, 256).rows for n in (0.5, 16, 16.5, 64, 65, 256)] == [16, 16, 64, 64, 128, 128]
-    assert (tiles_for(256, 256).gate.columns, tiles_for(256, 2048).gate.columns) == (64, 128)
+    assert (tiles_for(256, 256).down.columns, tiles_for(256, 2048).down.columns) == (128, 256)
 
 
 def test_wrong_arguments() -> None:
