@@ -1,176 +1,69 @@
 """The routed experts of a mixture: out[t] = sum over t's choices of weight * down[e] @ (silu(gate) * up).
 
-Four kernels. ``_plan_kernel`` orders the choices by expert, rows ascending. Two GEMMs run over blocks of BM rows of
-one expert each: x [T, hidden] through [gate; up] [2 * inter, hidden], then the activations through down
-[hidden, inter], weighted. ``_sum_kernel`` adds a row's choices in the order of their experts. Grids are bounded by
-shapes; the blocks that the routing leaves empty end at once. A few rows take two kernels instead (moe_few_rows.py).
+The kernels are in moe_kernels.py, those of a few rows in moe_few_rows.py. Grids are bounded by shapes; programs that
+the routing leaves without work end at once.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
-import triton.language as tl
 
 from custom_ops._checks import FLOATS, check_range, check_tensor
+from custom_ops._dependent import overlaps
 from custom_ops._register import Provider, define, require
 from custom_ops._rows import next_power_of_two
 from custom_ops.moe_few_rows import ROWS as FEW_ROWS
 from custom_ops.moe_few_rows import launch_few
-from custom_ops.moe_tiles import down_tile, gated_tile
+from custom_ops.moe_kernels import down_kernel, gate_up_kernel, plan_kernel, sum_kernel
+from custom_ops.moe_tiles import Tile
 
-_PLAN_BLOCK = 4096
-_SUM_BLOCK = 1024
 _FEW_EXPERTS = 32  # that take turns
-
-
-@triton.jit(do_not_specialize=["choices"])
-def _plan_kernel(ids: tl.tensor, order: tl.tensor, ends: tl.tensor, choices: tl.tensor, BLOCK: tl.constexpr) -> None:
-    """A program an expert: its choices, as indices into ``ids``, go behind those of the experts before it."""
-    expert = tl.program_id(0)
-    at = tl.arange(0, BLOCK)
-    before = tl.zeros((BLOCK,), tl.int32)
-    for start in range(0, choices, BLOCK):
-        before += (tl.load(ids + start + at, mask=start + at < choices, other=expert) < expert).to(tl.int32)
-    end = tl.sum(before)
-    for start in range(0, choices, BLOCK):
-        choice = start + at
-        mine = (choice < choices) & (tl.load(ids + choice, mask=choice < choices, other=0) == expert)
-        count = tl.cumsum(mine.to(tl.int32))
-        tl.store(order + end + count - 1, choice, mask=mine)
-        end += tl.sum(mine.to(tl.int32))
-    tl.store(ends + expert, end)
-
-
-@triton.jit
-def _rows_of_block(
-    order: tl.tensor, ends: tl.tensor, EXPERTS: tl.constexpr, EXPERTS_P2: tl.constexpr, BM: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """The expert of this program's block, the block's rows among the ordered choices, which of them are there, their
-    choices, and whether any is.
-
-    Expert e has the blocks up to ends[e] // BM + e: as many as its rows need or one more, and none of them depends on
-    the sizes of the others but through ``ends``.
-    """
-    block = tl.program_id(1)
-    experts = tl.arange(0, EXPERTS_P2)
-    end = tl.load(ends + experts, mask=experts < EXPERTS, other=0)
-    passed = (experts < EXPERTS) & (end // BM + experts < block)
-    expert = tl.sum(passed.to(tl.int32))
-    first = tl.max(tl.where(passed, end, 0))
-    last = tl.sum(tl.where(experts == expert, end, 0))
-    start = first + (block - first // BM - expert) * BM
-    row = start + tl.arange(0, BM)
-    mask = row < last
-    return expert, row, mask, tl.load(order + row, mask=mask, other=0), start < last
-
-
-@triton.jit
-def _gate_up_kernel(
-    x: tl.tensor,
-    weight: tl.tensor,
-    order: tl.tensor,
-    ends: tl.tensor,
-    out: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INTER: tl.constexpr,
-    TOP: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERTS_P2: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-) -> None:
-    expert, row, mask, choice, any_row = _rows_of_block(order, ends, EXPERTS, EXPERTS_P2, BM)
-    if any_row:
-        source = x + (choice // TOP).to(tl.int64)[:, None] * HIDDEN
-        n = tl.program_id(0) * BN + tl.arange(0, BN)
-        weight += expert.to(tl.int64) * 2 * INTER * HIDDEN
-        active = gated_tile(source, weight, mask, n, HIDDEN, INTER, BM, BN, BK)
-        place = out + row.to(tl.int64)[:, None] * INTER + n[None, :]
-        tl.store(place, active.to(out.dtype.element_ty), mask=mask[:, None] & (n < INTER)[None, :])
-
-
-@triton.jit
-def _down_kernel(
-    active: tl.tensor,
-    weight: tl.tensor,
-    order: tl.tensor,
-    ends: tl.tensor,
-    gates: tl.tensor,
-    out: tl.tensor,
-    HIDDEN: tl.constexpr,
-    INTER: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    EXPERTS_P2: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    BK: tl.constexpr,
-) -> None:
-    expert, row, mask, choice, any_row = _rows_of_block(order, ends, EXPERTS, EXPERTS_P2, BM)
-    if any_row:
-        source = active + row.to(tl.int64)[:, None] * INTER
-        n = tl.program_id(0) * BN + tl.arange(0, BN)
-        weight += expert.to(tl.int64) * HIDDEN * INTER
-        total = down_tile(source, weight, mask, n, HIDDEN, INTER, BM, BN, BK)
-        total *= tl.load(gates + choice, mask=mask, other=0.0)[:, None]
-        place = out + choice.to(tl.int64)[:, None] * HIDDEN + n[None, :]
-        tl.store(place, total.to(out.dtype.element_ty), mask=mask[:, None] & (n < HIDDEN)[None, :])
-
-
-@triton.jit
-def _sum_kernel(
-    per_choice: tl.tensor,
-    ids: tl.tensor,
-    out: tl.tensor,
-    HIDDEN: tl.constexpr,
-    TOP: tl.constexpr,
-    TOP_P2: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    slot = tl.arange(0, TOP_P2)
-    # What no expert of these has written is left as it is in memory.
-    chosen = tl.load(ids + row * TOP + slot, mask=slot < TOP, other=EXPERTS)
-    total = tl.zeros((BLOCK,), tl.float32)
-    expert = tl.min(chosen)
-    for _ in tl.static_range(TOP):
-        there = column < tl.where(expert < EXPERTS, HIDDEN, 0)
-        place = row * TOP + tl.sum(tl.where(chosen == expert, slot, 0))
-        values = tl.load(per_choice + place * HIDDEN + column, mask=there, other=0.0)
-        total = tl.where(there, total + values.to(tl.float32), total)
-        expert = tl.min(tl.where(chosen > expert, chosen, EXPERTS))
-    tl.store(out + row * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
+_CHUNKS = 32  # that the plan divides the rows into
+_PLAN_ROWS = 256  # that it looks at in one step
+_PROGRAMS = 1056  # of a GEMM at most: each takes further tiles then
+_FILL_ROWS = 16  # of a program that writes zeros
+_FILL_BLOCK = 512
+_SUM_BLOCK = 2048
+_ENOUGH = 64  # programs of the first GEMM for which columns are worth dividing
+_LEAST_COLUMNS = 16
 
 
 class Tiles(NamedTuple):
-    """Rows of a block; columns of a program of the first GEMM and of the second; depth of a step; warps."""
+    """Rows of a block, tiles of the first GEMM and of the second."""
 
     rows: int
-    gate_columns: int
-    down_columns: int
-    depth: int
-    warps: int
+    gate: Tile
+    down: Tile
 
 
-_FEW = Tiles(16, 64, 128, 128, 4)
-_SOME = Tiles(64, 64, 128, 64, 4)
-_MANY_NARROW = Tiles(128, 64, 128, 64, 4)
-_MANY_WIDE = Tiles(128, 128, 128, 64, 8)
+_FEW = Tiles(16, Tile(32, 256, 4, 3), Tile(64, 128, 4, 3))
+_SOME = Tiles(64, Tile(64, 64, 4, 4), Tile(128, 64, 4, 3))
+_MANY_NARROW = Tiles(128, Tile(64, 64, 4, 3), Tile(128, 64, 4, 3))
+_MANY_WIDE = Tiles(128, Tile(64, 128, 8, 3), Tile(256, 64, 8, 3))
+# The first GEMM where its programs are few: each is bound by how much it has in flight.
+_SLIM = {64: (128, 4, 6), 128: (128, 8, 4)}
 
 
-def tiles_for(rows_per_expert: float, inter: int) -> Tiles:
-    """The fastest of those measured on an H200 with hidden 6144: inter 256 and 2048, 16 to 8192 rows."""
+def tiles_for(rows_per_expert: float, inter: int, experts: int = 256) -> Tiles:
+    """By what was measured on an H200 with hidden 6144: inter 256 and 2048, 1 to 8192 rows.
+
+    rows_per_expert: as the router spreads them. experts: here.
+    """
     if rows_per_expert <= _FEW.rows:
-        return _FEW
-    if rows_per_expert <= _SOME.rows:
-        return _SOME
-    return _MANY_WIDE if inter >= 1024 else _MANY_NARROW
+        tiles = _FEW
+    elif rows_per_expert <= _SOME.rows:
+        tiles = _SOME
+    else:
+        tiles = _MANY_WIDE if inter >= 1024 else _MANY_NARROW
+    columns, blocks = tiles.gate.columns, experts * math.ceil(rows_per_expert / tiles.rows)
+    while tiles.rows in _SLIM and columns > _LEAST_COLUMNS and blocks * triton.cdiv(inter, columns) < _ENOUGH:
+        columns //= 2
+    return tiles if columns == tiles.gate.columns else tiles._replace(gate=Tile(columns, *_SLIM[tiles.rows]))
 
 
 def _check(
@@ -235,7 +128,11 @@ def _triton_supports(
     ids: torch.Tensor,
     num_experts: int,
 ) -> str | None:
-    return "takes bfloat16 or float16" if x.dtype == torch.float32 else None
+    if x.dtype == torch.float32:
+        return "takes bfloat16 or float16"
+    if 2 * ids.numel() * min(ids.shape[1], len(down)) >= 1 << 31:
+        return "choices are more than it counts"
+    return None
 
 
 def launch(
@@ -248,23 +145,30 @@ def launch(
     if not out.numel():
         return out
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
-    rows = tokens * min(top, experts)  # no row names an expert twice
-    order, ends = (torch.empty(n, dtype=torch.int32, device=x.device) for n in (rows, experts))
-    _plan_kernel[(experts,)](ids, order, ends, tokens * top, BLOCK=_PLAN_BLOCK, num_warps=8)
-    active, per_choice = x.new_empty(rows, inter), x.new_empty(tokens * top, hidden)
-    blocks = rows // tiles.rows + experts
-    shape = {"HIDDEN": hidden, "INTER": inter, "EXPERTS": experts, "EXPERTS_P2": next_power_of_two(experts)}
-    options = {"BM": tiles.rows, "BK": tiles.depth, "num_warps": tiles.warps, "num_stages": 3}
-    options["enable_fp_fusion"] = False
-    _gate_up_kernel[(triton.cdiv(inter, tiles.gate_columns), blocks)](
-        x, gate_up, order, ends, active, TOP=top, BN=tiles.gate_columns, **shape, **options
-    )
-    _down_kernel[(triton.cdiv(hidden, tiles.down_columns), blocks)](
-        active, down, order, ends, weights, per_choice, BN=tiles.down_columns, **shape, **options
-    )
-    _sum_kernel[(tokens, triton.cdiv(hidden, _SUM_BLOCK))](
-        per_choice, ids, out, HIDDEN=hidden, TOP=top, TOP_P2=next_power_of_two(top), EXPERTS=experts, BLOCK=_SUM_BLOCK
-    )
+    integers = lambda *shape: torch.empty(shape, dtype=torch.int32, device=x.device)  # noqa: E731
+    most, pdl = min(top, experts), overlaps(x)  # no row names an expert twice
+    chunk = triton.cdiv(tokens, _CHUNKS)
+    lists, counts = integers(experts, tokens), integers(experts, _CHUNKS)
+    order, totals = integers(tokens * most), integers(experts)
+    active, parts = x.new_empty(tokens * most, inter), x.new_empty(tokens * most if most > 1 else 0, hidden)
+    routing = {"TOP": top, "MOST": most, "EXPERTS": experts, "PDL": pdl}
+    choices = {**routing, "TOP_P2": next_power_of_two(top)}
+    shape = {"HIDDEN": hidden, "INTER": inter, "EXPERTS_P2": next_power_of_two(experts), "BM": tiles.rows}
+    blocks = tokens * most // tiles.rows + experts
+    plan_kernel[(_CHUNKS, experts)](ids, lists, counts, tokens, chunk, **choices, CHUNKS=_CHUNKS, BLOCK=_PLAN_ROWS)
+    programs = min(_PROGRAMS, triton.cdiv(inter, tiles.gate.columns) * blocks)
+    gate_up_kernel[(programs + triton.cdiv(tokens, _FILL_ROWS),)](
+        x, gate_up, ids, lists, counts, order, totals, active, out, tokens, chunk, programs,
+        **choices, **shape, **tiles.gate.options(), CHUNKS=_CHUNKS, FILL_ROWS=_FILL_ROWS, FILL_BLOCK=_FILL_BLOCK,
+        launch_pdl=pdl,
+    )  # fmt: skip
+    programs = min(_PROGRAMS, triton.cdiv(hidden, tiles.down.columns) * blocks)
+    down_kernel[(programs,)](
+        active, down, order, totals, weights, parts, out,
+        **routing, **shape, **tiles.down.options(), launch_pdl=pdl,
+    )  # fmt: skip
+    if most > 1:
+        sum_kernel[(tokens,)](parts, ids, out, **choices, HIDDEN=hidden, BLOCK=_SUM_BLOCK, launch_pdl=pdl)
     return out
 
 
@@ -278,7 +182,7 @@ def _triton(
 ) -> torch.Tensor:
     if len(x) <= FEW_ROWS and len(gate_up) <= _FEW_EXPERTS:
         return launch_few(x, gate_up, down, weights, ids)
-    tiles = tiles_for(ids.numel() / num_experts, down.shape[2])
+    tiles = tiles_for(ids.numel() / num_experts, down.shape[2], len(down))
     return launch(x, gate_up, down, weights, ids, tiles)
 
 
@@ -291,22 +195,25 @@ define(
     preference=("triton",),
 )
 
-_SIZES = {"HIDDEN": 6144, "EXPERTS": 32, "EXPERTS_P2": 32}
-_POINTERS = {"order": "*i32", "ends": "*i32", "weight": "*bf16", "out": "*bf16"}
+_ROUTING = {"TOP": 8, "TOP_P2": 8, "MOST": 8, "EXPERTS": 32, "PDL": True}
+_INT32 = dict.fromkeys(("tokens", "chunk", "programs"), "i32")
+_POINTERS = {"ids": "*i64", **dict.fromkeys(("lists", "counts", "order", "totals"), "*i32"), "weight": "*bf16"}
+_POINTERS |= {"gates": "*fp32", **dict.fromkeys(("x", "active", "parts", "out"), "*bf16"), **_INT32}
 KERNELS = [
-    (_plan_kernel, {"ids": "*i64", "order": "*i32", "ends": "*i32", "choices": "i32"},
-     {"BLOCK": _PLAN_BLOCK, "num_warps": 8}),
-    (_sum_kernel, {"per_choice": "*bf16", "ids": "*i64", "out": "*bf16"},
-     {"HIDDEN": 6144, "TOP": 8, "TOP_P2": 8, "EXPERTS": 32, "BLOCK": _SUM_BLOCK}),
+    (plan_kernel, _POINTERS, {**_ROUTING, "CHUNKS": _CHUNKS, "BLOCK": _PLAN_ROWS}),
+    (sum_kernel, _POINTERS, {**_ROUTING, "HIDDEN": 6144, "BLOCK": _SUM_BLOCK, "launch_pdl": True}),
     *(
         entry
-        for tiles, inter in ((_FEW, 2048), (_SOME, 2048), (_MANY_NARROW, 256), (_MANY_WIDE, 2048))
-        for options in ({"BM": tiles.rows, "BK": tiles.depth, "num_warps": tiles.warps, "num_stages": 3},)
+        for tiles, inter in (
+            (_FEW, 2048), (_SOME, 2048), (_MANY_NARROW, 256), (_MANY_WIDE, 2048), (tiles_for(1, 256, 4), 256),
+            (tiles_for(64, 256, 4), 256), (tiles_for(256, 256, 4), 256),
+        )
+        for sizes in ({**_ROUTING, "HIDDEN": 6144, "INTER": inter, "EXPERTS_P2": 32, "BM": tiles.rows},)
         for entry in (
-            (_gate_up_kernel, {**_POINTERS, "x": "*bf16"},
-             {**_SIZES, "INTER": inter, "TOP": 8, "BN": tiles.gate_columns, **options}),
-            (_down_kernel, {**_POINTERS, "active": "*bf16", "gates": "*fp32"},
-             {**_SIZES, "INTER": inter, "BN": tiles.down_columns, **options}),
+            (gate_up_kernel, _POINTERS,
+             {**sizes, **tiles.gate.options(), "CHUNKS": _CHUNKS, "FILL_ROWS": _FILL_ROWS, "FILL_BLOCK": _FILL_BLOCK,
+              "launch_pdl": True}),
+            (down_kernel, _POINTERS, {**sizes, **tiles.down.options(), "launch_pdl": True}),
         )
     ),
 ]  # fmt: skip

@@ -1,7 +1,8 @@
 """``moe_experts`` for a few rows, in two kernels: launches are all that such a batch costs beside the weights.
 
 One tile holds all rows, so nothing has to be ordered: each program reads the choices of all of them. The second kernel
-takes the experts in turn and sums as it goes. The bits are those of the four kernels for any number of rows (seen on
+takes the experts in turn and sums as it goes; it starts with the first one, and where no row has an expert here it
+has nothing to wait for before it writes zeros. The bits are those of the four kernels for any number of rows (seen on
 an H200 in bfloat16).
 """
 
@@ -11,14 +12,17 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops._dependent import let_next_start, overlaps, wait_for_kernel_before
 from custom_ops._rows import next_power_of_two
-from custom_ops.moe_tiles import down_tile, gated_tile
+from custom_ops.moe_tiles import Tile, down_tile, gated_tile
 
 ROWS = 16  # the least that a product takes
+
 # The fastest of six measured on an H200 with hidden 6144: inter 256 and 2048, 1 to 16 rows.
-_GATE_COLUMNS, _GATE_DEPTH = 32, 256
-_DOWN_COLUMNS, _DOWN_DEPTH = 32, 256
-_WARPS, _STAGES = 4, 3
+_GATE = Tile(32, 256, 4, 3)
+_GATE_NARROW = Tile(16, 256, 4, 5)  # fewer columns for more programs: each is bound by how much it has in flight
+_DOWN = Tile(32, 256, 4, 3)
+_NARROW = 512  # columns of an expert up to which it is
 
 
 @triton.jit
@@ -46,8 +50,10 @@ def _gate_up_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     """out [experts, BM, INTER]: what an expert's first half makes of the rows that choose it; no others are written."""
+    let_next_start(PDL)
     expert = tl.program_id(1)
     chosen, _, _ = _choices(ids, rows, BM, TOP, TOP_P2)
     mask = tl.max((chosen == expert).to(tl.int32), 1) > 0
@@ -77,24 +83,28 @@ def _down_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     chosen, place, here = _choices(ids, rows, BM, TOP, TOP_P2)
     shares = tl.load(gates + place, mask=here, other=0.0)
     row = tl.arange(0, BM)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     total = tl.zeros((BM, BN), tl.float32)
-    for expert in range(EXPERTS):
-        serves = chosen == expert
-        mask = tl.max(serves.to(tl.int32), 1) > 0
-        if tl.max(mask.to(tl.int32), 0) > 0:
-            source = active + row[:, None] * INTER
-            made = down_tile(source, weight, mask, n, HIDDEN, INTER, BM, BN, BK)
-            made *= tl.sum(tl.where(serves, shares, 0.0), 1)[:, None]
-            total = tl.where(mask[:, None], total + made.to(out.dtype.element_ty).to(tl.float32), total)
-        active += BM * INTER
-        weight += HIDDEN * INTER
+    if tl.max(tl.max(((chosen >= 0) & (chosen < EXPERTS)).to(tl.int32), 1), 0) > 0:
+        wait_for_kernel_before(PDL)
+        for expert in range(EXPERTS):
+            serves = chosen == expert
+            mask = tl.max(serves.to(tl.int32), 1) > 0
+            if tl.max(mask.to(tl.int32), 0) > 0:
+                source = active + row[:, None] * INTER
+                made = down_tile(source, weight, mask, n, HIDDEN, INTER, BM, BN, BK)
+                made *= tl.sum(tl.where(serves, shares, 0.0), 1)[:, None]
+                total = tl.where(mask[:, None], total + made.to(out.dtype.element_ty).to(tl.float32), total)
+            active += BM * INTER
+            weight += HIDDEN * INTER
     target = out + row.to(tl.int64)[:, None] * HIDDEN + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (n < HIDDEN)[None, :])
+    wait_for_kernel_before(PDL)
 
 
 def launch_few(
@@ -108,21 +118,25 @@ def launch_few(
         return out
     x, weights, ids = x.contiguous(), weights.contiguous(), ids.contiguous()
     active = x.new_empty(experts, ROWS, inter)
-    shape = {"HIDDEN": hidden, "INTER": inter, "TOP": top, "TOP_P2": next_power_of_two(top), "BM": ROWS}
-    options = {"num_warps": _WARPS, "num_stages": _STAGES, "enable_fp_fusion": False}
-    _gate_up_kernel[(triton.cdiv(inter, _GATE_COLUMNS), experts)](
-        x, gate_up, ids, active, rows, BN=_GATE_COLUMNS, BK=_GATE_DEPTH, **shape, **options
+    pdl = overlaps(x)
+    shape = {"HIDDEN": hidden, "INTER": inter, "TOP": top, "TOP_P2": next_power_of_two(top), "BM": ROWS, "PDL": pdl}
+    gate, second = _GATE if inter > _NARROW else _GATE_NARROW, _DOWN
+    _gate_up_kernel[(triton.cdiv(inter, gate.columns), experts)](
+        x, gate_up, ids, active, rows, **shape, **gate.options()
     )
-    _down_kernel[(triton.cdiv(hidden, _DOWN_COLUMNS),)](
-        active, down, ids, weights, out, rows, EXPERTS=experts, BN=_DOWN_COLUMNS, BK=_DOWN_DEPTH, **shape, **options
+    _down_kernel[(triton.cdiv(hidden, second.columns),)](
+        active, down, ids, weights, out, rows, EXPERTS=experts, **shape, **second.options(), launch_pdl=pdl
     )
     return out
 
 
-_SIZES = {"HIDDEN": 6144, "INTER": 2048, "TOP": 8, "TOP_P2": 8, "BM": ROWS, "num_warps": _WARPS, "num_stages": _STAGES}
+_SIZES = {"HIDDEN": 6144, "TOP": 8, "TOP_P2": 8, "BM": ROWS, "PDL": True}
 _POINTERS = {"weight": "*bf16", "ids": "*i64", "out": "*bf16", "rows": "i32"}
 KERNELS = [
-    (_gate_up_kernel, {**_POINTERS, "x": "*bf16"}, {**_SIZES, "BN": _GATE_COLUMNS, "BK": _GATE_DEPTH}),
+    *(
+        (_gate_up_kernel, {**_POINTERS, "x": "*bf16"}, {**_SIZES, "INTER": inter, **tile.options()})
+        for inter, tile in ((2048, _GATE), (256, _GATE_NARROW))
+    ),
     (_down_kernel, {**_POINTERS, "active": "*bf16", "gates": "*fp32"},
-     {**_SIZES, "EXPERTS": 32, "BN": _DOWN_COLUMNS, "BK": _DOWN_DEPTH}),
+     {**_SIZES, "INTER": 2048, "EXPERTS": 32, **_DOWN.options(), "launch_pdl": True}),
 ]  # fmt: skip

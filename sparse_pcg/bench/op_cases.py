@@ -11,6 +11,7 @@ import torch
 
 from custom_ops._register import OPS
 from custom_ops.batch_metadata import PAGE, BatchMetadata, ForwardContext, use_context
+from custom_ops.moe_few_rows import ROWS as FEW_ROWS
 
 from .timing import device
 
@@ -194,7 +195,7 @@ def _experts(b: Batch) -> Iterator[Case]:
         nbytes = 2 * (2 * x.numel() + used * 3 * inter * hidden) + 12 * ids.numel()
         args = (x, gate_up, down, weights, ids, of)
         named, flops = f"{experts} of {of} experts, {inter} wide", 6 * rows * inter * hidden
-        yield Case("moe_experts", named, args, nbytes, flops, chain=(4, 1))
+        yield Case("moe_experts", named, args, nbytes, flops, chain=(2 if b.rows <= FEW_ROWS else 4, 1))
 
 
 FAMILIES: tuple[tuple[tuple[str, ...], Callable[[Batch], Iterator[Case]]], ...] = (

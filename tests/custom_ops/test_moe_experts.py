@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 
 import hypothesis.strategies as st
 import numpy as np
@@ -11,12 +12,21 @@ from hypothesis import example, given, settings
 from custom_ops import debug_checks
 from custom_ops.moe_experts import Tiles, launch, tiles_for
 from custom_ops.moe_few_rows import ROWS, launch_few
+from custom_ops.moe_tiles import Tile
 from tests.custom_ops import strategies as s
 from tests.custom_ops.opcheck import opcheck
 
 FAMILY = importlib.import_module("custom_ops.moe_experts")
 PROVIDERS = ("reference", "triton")
-TILES = (Tiles(16, 16, 32, 32, 4), Tiles(32, 32, 16, 16, 4))
+TILES = (Tiles(16, Tile(16, 32, 4, 3), Tile(32, 32, 4, 3)), Tiles(32, Tile(32, 16, 4, 3), Tile(16, 16, 4, 3)))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_chunks() -> Iterator[None]:
+    """A program of the plan for each of 32 chunks would take the interpreter long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FAMILY, "_CHUNKS", 4)
+        yield
 
 
 def arguments(
@@ -125,6 +135,8 @@ def test_agrees_with_the_definition(
 
 
 @example(rows=2, experts=1, top=1, tiles=TILES[0], routing="all to one", seed=0)  # the last block that there can be
+@example(rows=61, experts=4, top=1, tiles=TILES[0], routing="all to one", seed=0)  # several blocks, lists and tiles
+@example(rows=61, experts=4, top=3, tiles=TILES[1], routing="drawn", seed=1)
 @given(
     rows=st.sampled_from((*s.TOKENS, 61)),
     experts=st.sampled_from((1, 4, 5)),
@@ -144,7 +156,9 @@ def test_whole_numbers_are_exact(rows: int, experts: int, top: int, tiles: Tiles
     if routing == "the last alone":
         args["ids"][-1:, -1] = torch.where(here.any(1), 0, experts)[-1:]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FAMILY, "_PLAN_BLOCK", 16)  # several steps of it, as many rows have
+        steps = {"_PLAN_ROWS": 2, "_PROGRAMS": 3, "_FILL_ROWS": 4, "_FILL_BLOCK": 16, "_SUM_BLOCK": 16}
+        for name, least in steps.items():
+            patch.setattr(FAMILY, name, least)  # several steps of all, as many rows have
         got = launch(*tensors(args), tiles)
     s.assert_bitwise(got + 0.0, row_by_row(args).half() + 0.0)
 
@@ -185,7 +199,7 @@ def test_few_rows_have_the_bits_of_many(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(np, "matmul", exact)  # the interpreter's: in float32 a row's bits depend on its place in the tile
         few = launch_few(*tensors(args))
-        s.assert_bitwise(few, launch(*tensors(args), Tiles(ROWS, 32, 32, 256, 4)))
+        s.assert_bitwise(few, launch(*tensors(args), Tiles(ROWS, Tile(32, 256, 4, 3), Tile(32, 256, 4, 3))))
         args["x"][rows // 2] = torch.nan
         others = [i for i in range(rows) if i != rows // 2]
         s.assert_bitwise(launch_few(*tensors(args))[others], few[others])
@@ -198,6 +212,36 @@ def test_few_rows_are_those_that_one_tile_holds(monkeypatch: pytest.MonkeyPatch)
         s.call("moe_experts", "triton", arguments(rows))
     s.call("moe_experts", "triton", arguments(1, experts=33))
     assert taken == [1, ROWS]
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_what_was_in_memory_is_not_seen(rows: int) -> None:
+    """New tensors hold NaN and the largest integer. Rows with no, one and several experts here."""
+    args = arguments(rows, 3, 3, absent=4)
+    served = (args["ids"] < 3).sum(1)
+    assert {0, 1, 2} <= set(served.tolist())
+    want = s.call("moe_experts", "triton", args)
+    torch.use_deterministic_algorithms(True)
+    try:
+        s.assert_bitwise(s.call("moe_experts", "triton", args), want)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not want[served == 0].any() and want.isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [5, 40])
+def test_zero_is_positive(rows: int) -> None:
+    """As the sum of parts that begins at zero: a row's only part makes no other bits."""
+    args = arguments(rows, 3, 1, absent=0)
+    args["x"].zero_()
+    got = s.call("moe_experts", "triton", args | {"weights": -torch.ones_like(args["weights"])})
+    s.assert_bitwise(got, torch.zeros_like(got))
+
+
+def test_narrow_experts_take_more_programs_where_blocks_are_few() -> None:
+    columns = lambda rows, inter, experts: tiles_for(rows, inter, experts).gate.columns  # noqa: E731
+    assert [columns(64, 256, 4), columns(256, 256, 4), columns(20, 64, 1)] == [16, 32, 16]
+    assert [columns(64, 256, 32), columns(256, 256, 32), columns(64, 2048, 4)] == [64, 64, 64]
 
 
 def test_an_expert_that_overflows_on_a_row_it_does_not_serve_is_harmless() -> None:
@@ -218,7 +262,7 @@ def test_negative_weights_count() -> None:
 
 def test_tiles_by_rows_of_an_expert() -> None:
     assert [tiles_for(n, 256).rows for n in (0.5, 16, 16.5, 64, 65, 256)] == [16, 16, 64, 64, 128, 128]
-    assert (tiles_for(256, 256).gate_columns, tiles_for(256, 2048).gate_columns) == (64, 128)
+    assert (tiles_for(256, 256).down.columns, tiles_for(256, 2048).down.columns) == (128, 256)
 
 
 def test_wrong_arguments() -> None:
