@@ -45,12 +45,11 @@ class Tuning:
 
 # Rows of up to 4 * threads * in_registers columns are read once into registers.
 LONG = Tuning(unroll=4)
-MEDIUM = Tuning(threads=256, capacity=4096, unroll=1, blocks_per_sm=4)
+MEDIUM = Tuning(threads=256, capacity=4096, unroll=1, blocks_per_sm=5)
 SHORT = Tuning(threads=512, capacity=4096, unroll=1, in_registers=2, blocks_per_sm=4)
 STREAM = Tuning(
-    threads=128, capacity=3392, unroll=4, in_registers=4,
-    log_bins=10, sample_quads=2, blocks_per_sm=7, sample_sigmas=3.0,
-)  # fmt: skip
+    threads=256, capacity=3392, unroll=4, in_registers=4, sample_quads=2, blocks_per_sm=5, sample_sigmas=3.0
+)
 ALONE = Tuning(threads=1024, unroll=4, in_registers=4, blocks_per_sm=1)
 WIDE = Tuning(threads=1024, unroll=8, in_registers=4, blocks_per_sm=1, eager=1)
 SPLIT = Tuning(threads=1024, unroll=2, in_registers=4, blocks_per_sm=1, split=1, eager=1)
