@@ -1,85 +1,122 @@
 // Exact top-k of each row in one read of it; custom_ops/topk.py states what is selected, topk_cuda.py launches it.
 //
-// A row that fits into registers is selected from there. Of a longer one, a sample gives a threshold that about 1.6 k
-// of its elements reach. These are gathered in shared memory as the row streams by; a radix select finds the cut among
-// them, and a bitmap over the positions puts the selected in order. Two things can go wrong, and then it is slower,
-// never wrong: too many elements reach the threshold (what was gathered is cut back to the best k, and the threshold
-// rises to the last of them), or fewer than k do (the row is read again, from a threshold that all reach).
+// A row that fits into registers is selected from there. Of a longer one, a sample gives a threshold that somewhat more
+// than k of its elements reach. These are gathered in shared memory as the row streams by, without a barrier; a radix
+// select finds the cut among them, and a bitmap over the positions puts the selected in order. Where too many elements
+// reach the threshold, or fewer than k do, it is slower, never wrong: the row is read again, a tile at a time, and what
+// was gathered is cut back to the best k whenever it is full.
 //
-// THREADS a block; CAPACITY elements gathered; MAX_K >= k; UNROLL: loads of 16 bytes in flight a thread; SPLIT: 1
-// where clusters share rows.
+// THREADS a block; CAPACITY elements gathered; MAX_K >= k; UNROLL: loads of 16 bytes in flight a thread; IN_REGISTERS:
+// of 16 bytes a thread at most of a row that is selected from registers; 1 << LOG_BINS: of a histogram; SAMPLE_QUADS:
+// of 4 elements a thread; SPLIT: 1 where clusters share rows; EAGER: 1 where rows are read before their place is known.
 
 #include "topk_gather.cuh"
 
 struct Sample {
-    Filter filter;
-    bool tied;     // many elements are equal to the threshold
-    unsigned low;  // the threshold's key
-    int shift;     // of bins from there to about the highest element
+    unsigned low;        // the threshold's key; 0: none was found
+    unsigned shift : 5;  // of bins from there to about the highest element
+    unsigned tied : 1;   // many elements are equal to the threshold
 };
 
-// A threshold that somewhat more than k of the row's elements reach: the sample's element of that rank.
+// A threshold that somewhat more than k of the row's elements reach: the sample's element of that rank. The bins were
+// cleared, by threads that have not met since.
 __device__ __forceinline__ Sample take_sample(Shared& s, const Row& row, int k) {
-    constexpr int SAMPLES = 4 * THREADS;
+    constexpr int SAMPLES = 4 * SAMPLE_QUADS * THREADS;
+    constexpr int LOG_QUADS = log2_of(SAMPLE_QUADS * THREADS);
     const float share = (float)k / row.length, mean = SAMPLES * share;
     const int rank = (int)(mean + SAMPLE_SIGMAS * sqrtf(mean * (1 - share))) + 2;
-    if (rank >= SAMPLES) return Sample{Filter{0, true}, true, 0, WHOLE_SHIFT};
+    if (rank >= SAMPLES) return Sample{};
     // One quad of each stretch, at a place that no period of the data can follow.
-    const unsigned fraction = threadIdx.x << (32 - LOG_THREADS) | (threadIdx.x * 2654435761u) >> LOG_THREADS;
-    const float4 v = load(row, __umulhi(fraction, row.quads));
-    const unsigned keys[4] = {order_key(__float_as_uint(v.x)), order_key(__float_as_uint(v.y)),
-                              order_key(__float_as_uint(v.z)), order_key(__float_as_uint(v.w))};
-    Search search{0, WHOLE_SHIFT, rank / 16, false};
-    const Cut cut = find_cut<true>(s, rank, row.length, search, [&](auto f) {
+    unsigned keys[SAMPLE_QUADS][4], most = 0;
 #pragma unroll
-        for (int c = 0; c < 4; ++c) f(keys[c], 0u);
+    for (int q = 0; q < SAMPLE_QUADS; ++q) {
+        const unsigned stretch = q * THREADS + threadIdx.x;
+        const unsigned fraction = stretch << (32 - LOG_QUADS) | (stretch * 2654435761u) >> LOG_QUADS;
+        const float4 v = load(row, __umulhi(fraction, row.quads));
+        keys[q][0] = __float_as_uint(v.x);
+        keys[q][1] = __float_as_uint(v.y);
+        keys[q][2] = __float_as_uint(v.z);
+        keys[q][3] = __float_as_uint(v.w);
+    }
+#pragma unroll
+    for (int q = 0; q < SAMPLE_QUADS; ++q) {
+#pragma unroll
+        for (int c = 0; c < 4; ++c) most = max(most, keys[q][c] = order_key(keys[q][c]));
+    }
+    most = __reduce_max_sync(ALL, most);
+    if (lane() == 0) s.warp_high[warp()] = most;
+    __syncthreads();
+    most = __reduce_max_sync(ALL, lane() < WARPS ? s.warp_high[lane()] : 0);
+    // A guess that mostly holds, for one round less: the threshold is within 2^GUESSED keys, 16-fold, of the highest.
+    constexpr int GUESSED = 25;
+    const unsigned guess = most - min(most, 1u << GUESSED);
+    const Search search{guess, GUESSED - LOG_BINS, rank / 16, false};
+    const Range found = find_range<false>(s, rank, row.length, search, [&](auto f) {
+#pragma unroll
+        for (int q = 0; q < SAMPLE_QUADS; ++q) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) f(keys[q][c], 0u);
+        }
     });
-    if (cut.key == 0) return Sample{Filter{0, true}, true, 0, WHOLE_SHIFT};
-    const unsigned span = max(search.top << WHOLE_SHIFT, cut.key) - cut.key;
-    return Sample{Filter{float_from(cut.key), false}, search.tied, cut.key, max(0, WHOLE_SHIFT - __clz(span))};
+    if (found.low == 0) return Sample{};
+    const unsigned span = max(most, found.low) - found.low;
+    return Sample{found.low, (unsigned)max(0, WHOLE_SHIFT - __clz(span)), found.tied};
 }
 
 __device__ __forceinline__ int mapped(const int* table, int position) {
     return table ? table[position >> 6] * 64 + (position & 63) : position;  // pages of 64 tokens
 }
 
-// Appends the positions of the bitmap's ``words`` to the stage; bit 0 is position ``from``.
-__device__ __forceinline__ unsigned stage_bits(Shared& s, int words, int from, unsigned written) {
+// The positions of the bitmap's ``words``, of which bit 0 is ``from``, behind those ``written`` before: to the stage; or
+// mapped, to ``out``. Not inlined, so that there is one of it: a launch fetches its code from memory.
+__device__ __noinline__ unsigned list_bits(Shared& s, int words, int from, unsigned written, const int* table,
+                                       int* out) {
     const int share = (words + THREADS - 1) / THREADS, first = threadIdx.x * share, stop = min(first + share, words);
     unsigned sum = 0, total;
+#pragma unroll 1
     for (int i = first; i < stop; ++i) sum += __popc(s.bins[i]);
     unsigned rank = written + exclusive_sum(s, sum, total);
+#pragma unroll 1
     for (int i = first; i < stop; ++i) {
-        for (unsigned bits = s.bins[i]; bits; bits &= bits - 1) s.stage[rank++] = from + 32 * i + __ffs(bits) - 1;
+#pragma unroll 1
+        for (unsigned bits = s.bins[i]; bits; bits &= bits - 1) {
+            const int position = from + 32 * i + __ffs(bits) - 1;
+            if (out) out[rank++] = mapped(table, position);
+            else s.stage[rank++] = position;
+        }
     }
     __syncthreads();
     return written + total;
 }
 
 // Adds the first ``need`` bits of ``more`` to the bitmap.
-__device__ __forceinline__ void add_first(Shared& s, const unsigned* more, int words, unsigned need) {
+__device__ __noinline__ void add_first(Shared& s, const unsigned* more, int words, unsigned need) {
     const int share = (words + THREADS - 1) / THREADS, first = threadIdx.x * share, stop = min(first + share, words);
     unsigned sum = 0, total;
+#pragma unroll 1
     for (int i = first; i < stop; ++i) sum += __popc(more[i]);
     unsigned before = exclusive_sum(s, sum, total);
+#pragma unroll 1
     for (int i = first; i < stop && before < need; ++i) {
         unsigned bits = more[i];
         const int count = __popc(bits);
+#pragma unroll 1
         for (int left = before + count - need; left > 0; --left) bits ^= 0x80000000u >> __clz(bits);
         s.bins[i] |= bits;
         before += count;
     }
 }
 
-// Writes k positions of the stage, or slots, or -1 from ``length`` on; the stage may be 0, 1, ..
-template <bool STAGED>
-__device__ __forceinline__ void write(const Shared& s, int k, int length, const int* table, int* out) {
-    auto value = [&](int i) { return STAGED ? mapped(table, s.stage[i]) : i < length ? mapped(table, i) : -1; };
+// Writes k positions, or slots, of the stage, which may be 0, 1, ..; -1 from ``length`` on.
+__device__ __noinline__ void write(const Shared& s, bool staged, int k, int length, const int* table, int* out) {
+    auto value = [&](int i) { return i < length ? mapped(table, staged ? s.stage[i] : i) : -1; };
     if (k % 4 == 0 && reinterpret_cast<unsigned long long>(out) % 16 == 0) {
+#pragma unroll 2
         for (int i = 4 * threadIdx.x; i < k; i += TILE) {
             *reinterpret_cast<int4*>(out + i) = make_int4(value(i), value(i + 1), value(i + 2), value(i + 3));
         }
     } else {
+#pragma unroll 1
         for (int i = threadIdx.x; i < k; i += THREADS) out[i] = value(i);
     }
 }
@@ -107,8 +144,8 @@ __device__ __forceinline__ void select_in_registers(Shared& s, const Row& row, i
     }
     // What is outside of the row has the key of NaN. It can be counted where only NaN is left to select, as tied.
     const int position = 4 * (int)threadIdx.x - row.lead;
-    Search search{0, WHOLE_SHIFT, 0, false};
-    const Cut cut = find_cut<false>(s, k, row.length, search, [&](auto f) {
+    __syncthreads();
+    const Range found = find_range<false>(s, k, row.length, Search{0, WHOLE_SHIFT, 0, false}, [&](auto f) {
 #pragma unroll
         for (int u = 0; u < N; ++u) {
             if (u * THREADS < row.quads) {
@@ -125,7 +162,7 @@ __device__ __forceinline__ void select_in_registers(Shared& s, const Row& row, i
         if ((lane() & 7) == 0) words[(u * THREADS + threadIdx.x) / 8] = bits;
     };
     static_assert(N * THREADS / 8 <= BINS / 2, "two bitmaps in the bins");
-    const unsigned least = cut.key + search.tied;
+    const unsigned least = found.low + found.tied;
 #pragma unroll
     for (int u = 0; u < N; ++u) {
         if (u * THREADS < row.quads) {
@@ -136,7 +173,7 @@ __device__ __forceinline__ void select_in_registers(Shared& s, const Row& row, i
         }
     }
     const int words = (row.quads + 7) / 8;
-    if (search.tied) {
+    if (found.tied) {
         unsigned* ties = s.bins + BINS / 2;
 #pragma unroll
         for (int u = 0; u < N; ++u) {
@@ -145,37 +182,63 @@ __device__ __forceinline__ void select_in_registers(Shared& s, const Row& row, i
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
                     const bool of_row = (unsigned)(position + u * TILE + c) < (unsigned)row.length;
-                    bits |= (unsigned)(keys[u][c] == cut.key && of_row) << c;
+                    bits |= (unsigned)(keys[u][c] == found.low && of_row) << c;
                 }
                 put_bits(ties, u, bits);
             }
         }
         __syncthreads();
-        add_first(s, ties, words, search.need);
+        add_first(s, ties, words, found.need);
     }
     __syncthreads();
-    stage_bits(s, words, -row.lead, 0);
+    list_bits(s, words, -row.lead, 0, nullptr, nullptr);
 }
 
-// The selection among gathered items.
-__device__ __forceinline__ void select_items(Shared& s, const Row& row, int count, int k, unsigned low, int shift) {
+// Writes the selection among gathered items.
+__device__ __forceinline__ void select_items(Shared& s, const Row& row, int count, int k, unsigned low, int shift,
+                                             const int* table, int* out) {
     constexpr int WINDOW = 32 * BINS;
-    __syncthreads();
-    Cut cut{0, LAST};
-    if (count > k) cut = cut_of_items(s, count, k, row.length, low, shift);
-    else clear_bins(s);
+    Range r{0, ALL, (unsigned)count, (unsigned)count, false, 0, false};
+    if (count > k) r = range_of_items<true>(s, count, k, row.length, low, shift);
+    const unsigned high = r.low + r.width;
+    const bool one_window = row.length <= WINDOW;
     unsigned written = 0;
     for (int from = 0; from < row.length; from += WINDOW) {
-        if (from) clear_bins(s);
-        __syncthreads();
+        if (from) {
+            clear_bins(s);
+            if (threadIdx.x == 0) s.few_count = 0;
+            __syncthreads();
+        }
+        auto mark = [&](unsigned position) {
+            const unsigned at = position - from;
+            if (at < WINDOW) atomicOr(&s.bins[at >> 5], 1u << (at & 31));
+        };
+#pragma unroll 2
         for (int i = threadIdx.x; i < count; i += THREADS) {
             const uint2 item = s.items[i];
-            const unsigned at = item.y - from;
-            if (at < WINDOW && selected(order_key(item.x), item.y, cut)) atomicOr(&s.bins[at >> 5], 1u << (at & 31));
+            const unsigned key = order_key(item.x), value = r.value(key, item.y);
+            const bool inside = value - r.low <= r.width && r.equal(key);
+            const bool above = (value > high && r.equal(key)) || (r.by_position && key > r.key);
+            if (above || (inside && !r.tied)) mark(item.y);
+            else if (inside) s.few[atomicAdd(&s.few_count, 1)] = make_uint2(key, ~item.y);
         }
         __syncthreads();
-        written = stage_bits(s, (min(row.length - from, WINDOW) + 31) / 32, from, written);
+        if (r.tied) {
+            if (warp() == 0) {
+                const uint2 mine = lane() < (int)r.inside ? s.few[lane()] : make_uint2(0, 0);
+                unsigned greater = 0;
+                for (int j = 0; j < (int)r.inside; ++j) {
+                    const uint2 other = s.few[j];
+                    greater += other.x > mine.x || (other.x == mine.x && other.y > mine.y);
+                }
+                if (lane() < (int)r.inside && greater < r.need) mark(~mine.y);
+            }
+            __syncthreads();
+        }
+        const int words = (min(row.length - from, WINDOW) + 31) / 32;
+        written = list_bits(s, words, from, written, table, one_window ? nullptr : out);
     }
+    if (one_window) write(s, true, k, row.length, table, out);
 }
 
 struct Arguments {
@@ -189,6 +252,7 @@ struct Arguments {
     long long table_stride;
     int valid_rows;
     int k;
+    int width;  // columns of ``logits``
 };
 
 __device__ __forceinline__ void topk_row(const Arguments& a, int index) {
@@ -196,62 +260,72 @@ __device__ __forceinline__ void topk_row(const Arguments& a, int index) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
     const int k = a.k;
     int* out = a.out + (long long)index * k;
+    // The tiles of a row take turns among the blocks that share it.
+    const int part = SPLIT ? cluster_rank() : 0, stride = SPLIT ? cluster_size() * THREADS : THREADS;
+    int from = part * THREADS, start = 0;
+    float4 v[N];
     Row row{};
     const int* table = nullptr;
     if (index < a.valid_rows) {
-        row.length = a.lengths[index];
-        row.first = a.logits + index * a.row_stride + (a.starts ? a.starts[index] : 0);
-        row.lead = (int)(reinterpret_cast<unsigned long long>(row.first) >> 2 & 3);
-        row.quads = (row.lead + row.length + 3) / 4;
+        const float* columns = a.logits + index * a.row_stride;
+        if (EAGER) load_tiles(row_at(columns, a.width), from, stride, v);
+        if (a.starts) start = a.starts[index];
+        row = row_at(columns + start, a.lengths[index]);
         if (a.page_table) table = a.page_table + a.request_of_row[index] * a.table_stride;
     }
-    const unsigned part = SPLIT ? cluster_rank() : 0;
     if (row.length <= k) {
-        if (part == 0) write<false>(s, k, row.length, table, out);
+        if (part == 0) write(s, false, k, row.length, table, out);
         return;
     }
-    if (row.quads <= N * THREADS) {
+    clear_bins(s);
+    if (threadIdx.x == 0) s.few_count = s.gathered = 0;
+    if (IN_REGISTERS && row.quads <= IN_REGISTERS * THREADS) {
         if (part) return;
-        select_in_registers<N>(s, row, k);
-        write<true>(s, k, row.length, table, out);
+        select_in_registers<IN_REGISTERS>(s, row, k);
+        write(s, true, k, row.length, table, out);
         return;
     }
     if (PREFETCH_BYTES && !SPLIT && threadIdx.x == 0) {
-        prefetch_l2(row.first - row.lead + (row.lead ? 4 : 0), min(PREFETCH_BYTES, row.length / 8 * 16));
+        prefetch_l2(row.first - row.lead + (row.lead ? 4 : 0), min(PREFETCH_BYTES, row.length / 4 * 16 - 16));
     }
+    if (SPLIT) cluster_arrive();  // what others append to is ready
+    if (EAGER && start == 0) drop_behind(row, from, stride, v);
+    else load_tiles(row, from, stride, v);
     const Sample sample = take_sample(s, row, k);
+    if (SPLIT) cluster_wait();
     unsigned low = sample.low;
-    int shift = sample.shift, count = 0;
-    if (SPLIT) {
-        // The blocks of a cluster see the same sample, so the same threshold; the first gathers for all.
-        const Filter above = sample.tied ? strictly(sample.filter) : sample.filter;
-        if (threadIdx.x == 0) s.gathered[0] = 0;
-        cluster_arrive();
-        cluster_wait();
-        for (int from = part * N * THREADS; from < row.quads; from += cluster_size() * N * THREADS) {
-            float4 v[N];
-            const unsigned valid = load_tiles(row, from, v);
-            append<N, true>(s, &s.gathered[0], 0, v, valid, 4 * (from + (int)threadIdx.x) - row.lead, above);
+    if (low) {
+        // All blocks of a cluster see the same sample, so the same threshold; the first gathers for all.
+        const float threshold = float_from(low + sample.tied);
+        for (;;) {
+            constexpr int M = N % 4 == 0 ? 4 : N;  // of more at once registers are spilled
+#pragma unroll
+            for (int u = 0; u < N; u += M) {
+                const int position = 4 * (from + u * stride + (int)threadIdx.x) - row.lead;
+                const float4(&part_of_v)[M] = reinterpret_cast<const float4(&)[M]>(v[u]);
+                append<M, SPLIT>(s, part_of_v, position, stride, [&](int, float x) { return x >= threshold; });
+            }
+            from += N * stride;
+            if (from >= row.quads) break;
+            load_tiles(row, from, stride, v);
         }
-        cluster_arrive();
-        cluster_wait();
-        if (part) return;
-        count = s.gathered[0];
-        if (sample.tied && !sample.filter.all && count < k) count = gather_ties(s, row, k, sample.filter.threshold, count);
+        if (SPLIT) {
+            cluster_arrive();
+            cluster_wait();
+        } else {
+            __syncthreads();
+        }
     }
-    Filter filter = sample.filter;
-    bool careful = sample.tied, gathered = SPLIT && count >= k && count <= CAPACITY;
-    while (!gathered) {
-        count = gather<N>(s, row, k, filter, careful);
-        gathered = count >= k;
-        if (gathered) break;
-        filter = Filter{0, true};
-        careful = true;
+    if (part) return;
+    int count = low ? s.gathered : 0, shift = sample.shift;
+    if (sample.tied && count < k) count = gather_ties(s, row, k, float_from(low));
+    if (count > CAPACITY) count = gather(s, row, k, low);
+    if (count < k) {
         low = 0;
         shift = WHOLE_SHIFT;
+        count = gather(s, row, k, 0);
     }
-    select_items(s, row, count, k, low, shift);
-    write<true>(s, k, row.length, table, out);
+    select_items(s, row, count, k, low, shift, table, out);
 }
 
 // The longest rows of a prefill are its last: they start first. Where there are few, the blocks of a cluster share one.

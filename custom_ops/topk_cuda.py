@@ -10,10 +10,10 @@ import torch
 
 from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle
 
-_LAYOUT = "PPPPPPqqii"  # struct Arguments
-_BINS = 2048
+_LAYOUT = "PPPPPPqqiii"  # struct Arguments
+_OPTIONS = ("--prec-div=false", "--prec-sqrt=false")  # of the sample's rank, which need not be exact
 _CLUSTER = 8  # blocks at most that share a row
-_SHARE = 32768  # columns at least of a row to each that shares it
+_SHARE = 8192  # columns at least of a row to each that shares it
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,10 +24,14 @@ class Tuning:
     capacity: int = 8192
     max_k: int = 2048
     unroll: int = 8
+    in_registers: int = 8
+    log_bins: int = 11
+    sample_quads: int = 1
     blocks_per_sm: int = 2
     prefetch_bytes: int = 0
     sample_sigmas: float = 6.0
     split: int = 0
+    eager: int = 0
 
     @property
     def macros(self) -> list[str]:
@@ -36,18 +40,20 @@ class Tuning:
     @property
     def shared(self) -> int:
         """Bytes of ``struct Shared``."""
-        return 8 * self.capacity + 4 * (_BINS + self.max_k) + 8 * 32 + 4 * (64 + 3 + 4 + 3)
+        return 8 * self.capacity + 4 * 2**self.log_bins + 8 * 32 + 4 * (64 + 1 + 3 + 2)
 
 
-# Measured on an H200. Rows of up to 4 * threads * unroll columns are read once into registers. Of the clocks STREAM
-# spends on a row of 12288 columns a third go to its reading: the others, sample and selection, wait for no memory.
-LONG = Tuning()
-MEDIUM = Tuning(threads=256, capacity=4096, blocks_per_sm=4)
-SHORT = Tuning(threads=512, capacity=4096, unroll=2, blocks_per_sm=4)
-STREAM = Tuning(threads=256, capacity=4096, unroll=4, blocks_per_sm=4, sample_sigmas=4.0)
-ALONE = Tuning(threads=1024, unroll=4, blocks_per_sm=1)
-SPLIT = Tuning(threads=1024, unroll=4, blocks_per_sm=1, split=1)
-TUNINGS = (LONG, MEDIUM, SHORT, STREAM, ALONE, SPLIT)
+# Rows of up to 4 * threads * in_registers columns are read once into registers.
+LONG = Tuning(unroll=4)
+MEDIUM = Tuning(threads=256, capacity=4096, unroll=1, blocks_per_sm=5)
+SHORT = Tuning(threads=512, capacity=4096, unroll=1, in_registers=2, blocks_per_sm=4)
+STREAM = Tuning(
+    threads=256, capacity=3392, unroll=4, in_registers=4, sample_quads=2, blocks_per_sm=5, sample_sigmas=3.0
+)
+ALONE = Tuning(threads=1024, unroll=4, in_registers=4, blocks_per_sm=1)
+WIDE = Tuning(threads=1024, unroll=8, in_registers=4, blocks_per_sm=1, eager=1)
+SPLIT = Tuning(threads=1024, unroll=2, in_registers=4, blocks_per_sm=1, split=1, eager=1)
+TUNINGS = (LONG, MEDIUM, SHORT, STREAM, ALONE, WIDE, SPLIT)
 
 
 def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tuning:
@@ -59,8 +65,8 @@ def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tunin
         return SPLIT
     if width <= 4096:
         return SHORT
-    if rows <= multiprocessors and width <= 16384:
-        return ALONE
+    if rows <= multiprocessors:
+        return ALONE if width <= 16384 else WIDE
     if rows > 2 * multiprocessors and width <= 20480:
         return MEDIUM if width <= 8192 else STREAM
     return LONG
@@ -77,7 +83,7 @@ def kernel(device: int, tuning: Tuning) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
     source, headers = sources()
     capability = torch.cuda.get_device_capability(device)
-    cubin = compile_cuda(source, "topk.cu", capability, tuning.macros, headers)
+    cubin = compile_cuda(source, "topk.cu", capability, [*tuning.macros, *_OPTIONS], headers)
     return CudaKernel(cubin, "topk_rows", device, tuning.threads, tuning.shared, _LAYOUT)
 
 
@@ -160,6 +166,7 @@ def launch(
             page_table.stride(0) if page_table is not None else 0,
             valid_rows,
             k,
+            width,
         ),
         blocks,
     )

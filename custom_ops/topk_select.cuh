@@ -56,7 +56,6 @@ constexpr int WARPS = THREADS / 32;
 constexpr int TILE = 4 * THREADS;  // elements: one load a thread
 constexpr int log2_of(int n) { return n > 1 ? 1 + log2_of(n / 2) : 0; }
 constexpr int LOG_THREADS = log2_of(THREADS);
-constexpr int LOG_BINS = 11;
 constexpr int BINS = 1 << LOG_BINS;
 constexpr int FEW = 32;
 constexpr unsigned MINUS_INFINITY = 0x007fffffu;  // the least key that is not of a NaN
@@ -64,18 +63,21 @@ constexpr int WHOLE_SHIFT = 32 - LOG_BINS;        // of bins over all keys
 static_assert(1 << LOG_THREADS == THREADS && THREADS >= 64 && THREADS <= 1024, "");
 static_assert(CAPACITY >= MAX_K + TILE, "a tile must fit behind the best k");
 
+static_assert(CAPACITY % 2 == 0 && MAX_K % 4 == 0, "what follows is aligned to 16 bytes");
+
 struct Shared {
-    uint2 items[CAPACITY];  // bits of the logit, position
-    unsigned bins[BINS];    // the histogram of a select, then the bitmap
-    unsigned stage[MAX_K];
+    union {
+        uint2 items[CAPACITY];  // bits of the logit, position
+        unsigned stage[MAX_K];  // what is selected, once the bitmap has taken the items' place
+    };
+    unsigned bins[BINS];  // the histogram of a search, which leaves it zero; then the bitmap
     uint2 few[FEW];
     unsigned warp_sum[32];
     unsigned warp_high[32];
-    unsigned gathered[3];
-    unsigned found[4];  // bin, how many above it, how many in it; the last that is not empty
+    unsigned gathered;  // how many items, or more than fit
+    unsigned found[3];  // bin, how many above it, how many in it
     unsigned few_count;
-    unsigned holes;
-    unsigned movers;
+    unsigned stayed;
 };
 
 // What is selected: keys above ``key``, and at ``key`` positions up to ``position``.
@@ -135,55 +137,63 @@ __device__ __forceinline__ void clear_bins(Shared& s) {
     for (int i = threadIdx.x; i < BINS / 4; i += THREADS) reinterpret_cast<uint4*>(s.bins)[i] = make_uint4(0, 0, 0, 0);
 }
 
-// How a select goes about: the keys that it can meet, and how far it goes.
+// How a search goes about.
 struct Search {
-    unsigned low;  // no key of interest is below
+    unsigned low;  // a guess: no key of the k is below
     int shift;     // log2 of the keys a bin of the first histogram; too small costs time alone
     int slack;     // as many more than k may be selected
     bool exact;    // else equal keys are never told apart by their positions
-    unsigned top;  // found: the first histogram's last bin, about, that is not empty
-    bool tied;     // found, of an inexact one: more than the slack are equal to the cut,
-    unsigned need; // of which so many are of the k
 };
 
-// The cut that selects k of the elements, or up to k + slack. ``each(f)`` calls f(key, position) for those of this
-// thread; there are k at least. A position is below ``length``, or the element can only lose. Has barriers inside
-// and after what it reads; leaves the bins zero. RANK_FEW: few that remain are ranked one by one, where ``each`` is
-// little code; else a first bin that holds much is searched for being of one key.
-template <bool RANK_FEW, class Each>
-__device__ __forceinline__ Cut find_cut(Shared& s, int k, int length, Search& search, const Each& each) {
-    clear_bins(s);
-    if (threadIdx.x == 0) s.few_count = 0;
-    __syncthreads();
-    unsigned low = search.low, width = ~low, need = k, tied = 0;
+// Where a search ended: all above is selected, and of what is inside ``need``. By key, or among those of one key by
+// ~position.
+struct Range {
+    unsigned low, width;
+    unsigned need, inside;
+    bool by_position;
+    unsigned key;  // the one, where it is by position
+    bool tied;     // more is inside than may be selected
+
+    __device__ __forceinline__ unsigned value(unsigned key, unsigned position) const { return by_position ? ~position : key; }
+    __device__ __forceinline__ bool equal(unsigned other) const { return !by_position || other == key; }
+    __device__ __forceinline__ Cut cut() const { return by_position ? Cut{key, (int)~low} : Cut{low, LAST}; }
+};
+
+// The range that the last of the k best lies in. ``each(f)`` calls f(key, position) for the elements of this thread;
+// there are k at least. A position is below ``length``, or the element can only lose. The bins are zero before and
+// after; a barrier lies before it, others inside, one after what it reads. STOP_AT_FEW: the caller ranks up to FEW
+// that are left; else a first bin that holds much is searched for being of one key.
+template <bool STOP_AT_FEW, class Each>
+__device__ __forceinline__ Range find_range(Shared& s, int k, int length, const Search& search, const Each& each) {
+    Range r{search.low, ~search.low, (unsigned)k, 0, false, 0, false};
     int shift = search.shift;
-    bool by_position = false, first = true;  // among those of key ``tied``, the greater ~position ranks higher
-    auto offset_of = [&](unsigned key, unsigned position, unsigned& offset) {
-        offset = (by_position ? ~position : key) - low;
-        return offset <= width && (!by_position || key == tied);
-    };
+    bool first = true;
     for (;;) {
-        // Bin 0 holds the lowest key alone: a threshold that many elements are equal to is found at once.
+        // Bin 0 holds the lowest value alone: a threshold that many elements are equal to is found at once.
         const unsigned round = (1u << shift) - 1;
         each([&](unsigned key, unsigned position) {
-            unsigned offset;
-            if (offset_of(key, position, offset)) atomicAdd(&s.bins[min((offset + round) >> shift, BINS - 1u)], 1);
+            const unsigned offset = r.value(key, position) - r.low;
+            if (offset <= r.width && r.equal(key)) atomicAdd(&s.bins[min((offset + round) >> shift, BINS - 1u)], 1);
         });
         __syncthreads();
         constexpr int MINE = BINS / THREADS;
         unsigned counts[MINE], sum = 0, total;
 #pragma unroll
-        for (int j = 0; j < MINE; ++j) {
-            sum += counts[j] = s.bins[threadIdx.x * MINE + j];
-            s.bins[threadIdx.x * MINE + j] = 0;
-        }
+        for (int j = 0; j < MINE; ++j) sum += counts[j] = s.bins[threadIdx.x * MINE + j];
+#pragma unroll
+        for (int j = 0; j < MINE; ++j) s.bins[threadIdx.x * MINE + j] = 0;
         const unsigned before = exclusive_sum(s, sum, total);
+        if (total < r.need) {  // a wrong guess
+            r.low = 0;
+            r.width = ALL;
+            shift = WHOLE_SHIFT;
+            continue;
+        }
         unsigned above = total - before - sum;
-        if (above == 0 && sum) s.found[3] = threadIdx.x * MINE + MINE - 1;
-        if (above < need && need <= above + sum) {
+        if (above < r.need && r.need <= above + sum) {
 #pragma unroll
             for (int j = MINE - 1; j >= 0; --j) {
-                if (above < need && need <= above + counts[j]) {
+                if (above < r.need && r.need <= above + counts[j]) {
                     s.found[0] = threadIdx.x * MINE + j;
                     s.found[1] = above;
                     s.found[2] = counts[j];
@@ -192,19 +202,18 @@ __device__ __forceinline__ Cut find_cut(Shared& s, int k, int length, Search& se
             }
         }
         __syncthreads();
-        const unsigned bin = s.found[0], inside = s.found[2];
+        const unsigned bin = s.found[0];
         const unsigned skipped = bin ? ((bin - 1) << shift) + 1 : 0;
-        need -= s.found[1];
-        low += skipped;
-        width = bin == 0 ? 0 : bin == BINS - 1 ? width - skipped : min(width - skipped, round);
-        if (first) search.top = s.found[3];
-        search.tied = inside - need > (unsigned)search.slack;
-        search.need = need;
-        if (!RANK_FEW && first && search.tied && width && inside > total / 4) {
+        r.inside = s.found[2];
+        r.need -= s.found[1];
+        r.low += skipped;
+        r.width = bin == 0 ? 0 : bin == BINS - 1 ? r.width - skipped : min(r.width - skipped, round);
+        r.tied = r.inside - r.need > (unsigned)search.slack;
+        if (!STOP_AT_FEW && first && r.tied && r.width && r.inside > total / 4) {
             unsigned least = ALL, most = 0;
-            each([&](unsigned key, unsigned position) {
-                unsigned offset;
-                if (offset_of(key, position, offset)) {
+            each([&](unsigned key, unsigned) {
+                const unsigned offset = key - r.low;
+                if (offset <= r.width) {
                     least = min(least, offset);
                     most = max(most, offset);
                 }
@@ -217,40 +226,17 @@ __device__ __forceinline__ Cut find_cut(Shared& s, int k, int length, Search& se
             }
             __syncthreads();
             least = __reduce_min_sync(ALL, lane() < WARPS ? s.warp_sum[lane()] : ALL);
-            low += least;
-            width = __reduce_max_sync(ALL, lane() < WARPS ? s.warp_high[lane()] : 0) - least;
+            r.low += least;
+            r.width = __reduce_max_sync(ALL, lane() < WARPS ? s.warp_high[lane()] : 0) - least;
         }
         first = false;
-        if (!search.tied || (width == 0 && !search.exact)) break;
-        if (RANK_FEW && inside <= FEW) {
-            each([&](unsigned key, unsigned position) {
-                unsigned offset;
-                if (offset_of(key, position, offset)) s.few[atomicAdd(&s.few_count, 1)] = make_uint2(key, ~position);
-            });
-            __syncthreads();
-            if (warp() == 0) {
-                const uint2 mine = lane() < (int)inside ? s.few[lane()] : make_uint2(0, 0);
-                unsigned greater = 0, equal = 0;
-                for (int j = 0; j < (int)inside; ++j) {
-                    const uint2 other = s.few[j];
-                    greater += other.x > mine.x || (other.x == mine.x && other.y > mine.y);
-                    equal += other.x == mine.x && other.y == mine.y;
-                }
-                if (lane() < (int)inside && greater < need && need <= greater + equal) {
-                    s.found[0] = mine.x;
-                    s.found[1] = mine.y;
-                }
-            }
-            __syncthreads();
-            return Cut{s.found[0], (int)~s.found[1]};
+        if (!r.tied || (r.width == 0 && !search.exact) || (STOP_AT_FEW && r.inside <= FEW)) return r;
+        if (r.width == 0) {
+            r.by_position = true;
+            r.key = r.low;
+            r.width = length - 1;
+            r.low = ~r.width;
         }
-        if (width == 0) {
-            by_position = true;
-            tied = low;
-            width = length - 1;
-            low = ~width;
-        }
-        shift = max(0, WHOLE_SHIFT - __clz(width));
+        shift = max(0, WHOLE_SHIFT - __clz(r.width));
     }
-    return by_position ? Cut{tied, (int)~low} : Cut{low, LAST};
 }

@@ -26,6 +26,7 @@ from custom_ops.topk_cuda import (
     SPLIT,
     STREAM,
     TUNINGS,
+    WIDE,
     Tuning,
     blocks_of_a_row,
     sources,
@@ -36,8 +37,8 @@ from tests.custom_ops import strategies as s
 ROOT = Path(__file__).parent.parent.parent
 NAN, INF = float("nan"), float("inf")
 # Little of everything, so that short rows reach every path: 512 elements in registers, 384 gathered.
-SMALL = Tuning(threads=64, capacity=384, max_k=64, unroll=2, sample_sigmas=3.0)
-SMALL_SPLIT = Tuning(threads=64, capacity=384, max_k=64, unroll=2, sample_sigmas=3.0, split=1)
+SMALL = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0)
+SMALL_SPLIT = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0, split=1, eager=1)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -67,6 +68,7 @@ def on_host(args: dict, blocks: int = 1, seed: int = 0, valid_rows: int | None =
         0 if table is None else table.stride(0),
         rows if valid_rows is None else valid_rows,
         k,
+        args["logits"].shape[1],
     )
     run = library(SMALL if blocks == 1 else SMALL_SPLIT).topk_on_host
     run.restype = ctypes.c_bool
@@ -167,6 +169,31 @@ def test_every_kind(kind: str, blocks: int) -> None:
 
 
 @needs_compiler
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("above", [True, False])
+def test_a_sample_that_misleads(above: bool, blocks: int) -> None:
+    width, samples = 3000, SMALL.threads * SMALL.sample_quads
+    args = make("normal", 64, width, [width], 0, 4)
+    stretch = torch.arange(samples)
+    fraction = (stretch << 32) // samples | (stretch * 2654435761 % 2**32) // samples
+    seen = torch.zeros(width // 4, dtype=torch.bool)
+    seen[fraction * (width // 4) >> 32] = True
+    # Above it is more than fits, or it alone is above: a threshold that too few reach.
+    args["logits"][0].view(-1, 4)[seen != above] += 1
+    assert torch.equal(on_host(args, blocks), topk_indices_reference(**args))
+
+
+@needs_compiler
+def test_what_lies_behind_rows_that_are_read_ahead() -> None:
+    args = make("normal", 64, 2001, list(range(1990, 2001)), 3, 2)
+    args["starts"].zero_()
+    for row, length in zip(args["logits"], args["lengths"], strict=True):
+        row[:length].clamp_(max=9)
+        row[length:] = INF
+    assert torch.equal(on_host(args, blocks=4), topk_indices_reference(**args))
+
+
+@needs_compiler
 @pytest.mark.parametrize("kind", ["normal", "relu"])
 def test_positions_beyond_one_bitmap(kind: str) -> None:
     args = make(kind, 64, 140_003, [140_003], 0, 3)  # the bitmap has 65536 bits
@@ -195,17 +222,17 @@ def test_wide_rows_get_more_threads_where_they_are_few() -> None:
     assert tuning_of(265, 8192, 1, 132) is MEDIUM and tuning_of(265, 8193, 1, 132) is STREAM
     assert tuning_of(265, 20480, 1, 132) is STREAM and tuning_of(265, 20481, 1, 132) is LONG
     assert tuning_of(264, 4097, 1, 132) is tuning_of(133, 4097, 1, 132) is LONG
-    assert tuning_of(132, 16384, 1, 132) is ALONE and tuning_of(132, 16385, 1, 132) is LONG
+    assert tuning_of(132, 16384, 1, 132) is ALONE and tuning_of(132, 16385, 1, 132) is WIDE
     assert tuning_of(16, 131072, 2, 132) is SPLIT
 
 
 def test_rows_are_shared_where_they_are_few_and_long() -> None:
     assert blocks_of_a_row(512, 131072, 132) == 1
-    assert blocks_of_a_row(16, 32768, 132) == 1
-    assert blocks_of_a_row(16, 131072, 132) == 4
-    assert blocks_of_a_row(66, 65536, 132) == blocks_of_a_row(17, 131072, 132) == 2
-    assert blocks_of_a_row(67, 65536, 132) == blocks_of_a_row(66, 65535, 132) == 1
-    assert blocks_of_a_row(2, 1 << 20, 132) == 8
+    assert blocks_of_a_row(1, 16383, 132) == blocks_of_a_row(67, 131072, 132) == 1
+    assert blocks_of_a_row(66, 16384, 132) == blocks_of_a_row(17, 131072, 132) == 2
+    assert blocks_of_a_row(16, 32768, 132) == blocks_of_a_row(16, 131072, 132) == 4
+    assert blocks_of_a_row(1, 32768, 132) == 4
+    assert blocks_of_a_row(1, 65536, 132) == blocks_of_a_row(2, 1 << 20, 132) == 8
 
 
 def test_refusals_say_why() -> None:
@@ -217,7 +244,7 @@ def test_refusals_say_why() -> None:
 
 
 @pytest.mark.parametrize(
-    ("capability", "tuning"), [*(((9, 0), t) for t in TUNINGS), *(((10, 0), t) for t in (LONG, SHORT, SPLIT))]
+    ("capability", "tuning"), [*(((9, 0), t) for t in TUNINGS), *(((10, 0), t) for t in (LONG, SHORT, STREAM, SPLIT))]
 )
 def test_compiles(capability: tuple[int, int], tuning: Tuning) -> None:
     try:
