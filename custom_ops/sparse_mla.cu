@@ -14,14 +14,27 @@
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-// Copies 16 bytes to shared memory, or puts zeros there.
-__device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(target)), "l"(source), "r"(there ? 16 : 0) : "memory");
+// A barrier of shared memory that ``arrivals`` threads complete, together with the bytes that they announce.
+__device__ __forceinline__ void set_up(unsigned long long* barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
-__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
+__device__ __forceinline__ void announce(unsigned long long* barrier, int bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void await(unsigned long long* barrier, int parity) {
+    asm volatile("{ .reg .pred done;\n\t"
+                 "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n\t"
+                 "@!done bra again; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
+}
+// Copies to shared memory by the engine that counts on the barrier.
+__device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes, unsigned long long* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 :: "r"(shared_address(target)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
+}
+// What was written before comes before what that engine writes later.
+__device__ __forceinline__ void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Four 8x8 tiles of 16-bit elements; lane i gives where row i % 8 of tile i / 8 begins.
 __device__ __forceinline__ void load_tiles(unsigned (&a)[4], const void* row) {
@@ -98,9 +111,9 @@ constexpr int SHARES = 4;   // warps that add up the score of a token
 constexpr int LATENT = 512;
 constexpr int WIDTH = LATENT + 64;
 constexpr int STEPS = WIDTH / 16 / SHARES;
-constexpr int LINE = 128;   // bytes; the 16-byte pieces of a line are permuted by token, so that a column has no conflicts
-constexpr int WIDE = 2 * WIDTH;  // bytes of a token that is ready for the products
-constexpr int STORED = LAYOUT == BF16 ? WIDE : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;
+constexpr int WIDE = 2 * WIDTH + 16;  // bytes from token to token, ready for the products: eight lie in different banks
+constexpr int STORED = LAYOUT == BF16 ? 2 * WIDTH : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;  // bytes of a token
+constexpr int PITCH = LAYOUT == BF16 ? WIDE : STORED;
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr int SCORE_PITCH = TILE + 4;  // as RESULT_PITCH: eight heads lie in different banks
 constexpr int RESULT_PITCH = LATENT + 4;
@@ -113,11 +126,12 @@ struct State {
 };
 
 struct Shared {
-    unsigned char stages[STAGES][TILE * STORED];  // of the first: the row's state, in the end
+    unsigned char stages[STAGES][TILE * PITCH];  // of the first: the row's state, in the end
     unsigned char wide[LAYOUT == BF16 ? 16 : TILE * WIDE];
     float scores[SHARES][HEADS][SCORE_PITCH];  // the weights, bfloat16, in place of the first share
     float shrink[HEADS];
     float2 fold[HEADS];
+    unsigned long long full[STAGES];
     int live[STAGES][TILE];
     State states[STATES ? STATES : 1];  // without clusters: not there
 };
@@ -147,9 +161,7 @@ __device__ __forceinline__ float warp_sum(float x) {
 __device__ __forceinline__ float anchor_of(float peak) { return peak == NOTHING ? 0.0f : peak; }
 
 // Where 16-byte piece ``piece`` of a token of a wide tile lies.
-__device__ __forceinline__ int place(int token, int piece) {
-    return token * WIDE + (piece >> 3) * LINE + ((piece ^ token) & 7) * 16;
-}
+__device__ __forceinline__ int place(int token, int piece) { return token * WIDE + 16 * piece; }
 
 // Of 16 stored bytes from ``from``: float8 codes times a factor, as the two pieces from ``piece``.
 __device__ __forceinline__ void widen(unsigned char* tile, const unsigned char* from, int token, int piece, float factor,
@@ -228,8 +240,8 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     const int tiles = (max(min(length - begin, each), 0) + TILE - 1) / TILE;
     const int tiles_of_part = a.part / TILE;
 
-    // Every thread serves one token of a tile, with eight at it.
-    const int my_token = threadIdx.x / 8, sub = threadIdx.x % 8;
+    // Of each warp four lanes fetch a token of a tile each.
+    const int my_token = 4 * warp + lane % 4;
     auto slot_of = [&](int tile) {
         const int token = begin + tile * TILE + my_token;
         if (tile >= tiles || token >= length) return -1;
@@ -237,22 +249,32 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         return token == 0 ? max(slot, 0) : slot;
     };
     auto fetch = [&](int tile, int slot) {
-        if (tile < tiles) {
-            const int stage = tile % STAGES;
-            const unsigned char* from = a.cache + (long long)max(slot, 0) * STORED;
-#pragma unroll
-            for (int j = 0; j < (STORED / 16 + 7) / 8; ++j) {
-                const int piece = sub + 8 * j;
-                const int to = LAYOUT == BF16 ? place(my_token, piece) : my_token * STORED + 16 * piece;
-                if (piece < STORED / 16) copy_async(s.stages[stage] + to, from + 16 * piece, slot >= 0);
-            }
-            if (sub == 0) s.live[stage][my_token] = slot >= 0;
+        if (tile >= tiles) return;
+        const int stage = tile % STAGES;
+        if (lane < 4) {
+            unsigned char* to = s.stages[stage] + my_token * PITCH;
+            s.live[stage][my_token] = slot >= 0;
+            announce(&s.full[stage], slot >= 0 ? STORED : 0);
+            if (slot >= 0) copy_bulk(to, a.cache + (long long)slot * STORED, STORED, &s.full[stage]);
         }
-        close_copies();  // of no copies where there is no tile: groups are counted
+        // Weights of zero do not hide what may be NaN.
+        const unsigned dead = __ballot_sync(ALL, slot < 0) & 15;
+        if (!dead) return;
+        for (int i = 0; i < 4; ++i) {
+            uint4* to = reinterpret_cast<uint4*>(s.stages[stage] + (4 * warp + i) * PITCH);
+            for (int piece = lane; dead >> i & 1 && piece < STORED / 16; piece += 32) to[piece] = make_uint4(0, 0, 0, 0);
+        }
+        order_before_copies();
     };
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) set_up(&s.full[i], TILE);
+        order_before_copies();
+    }
     int slots[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) slots[i] = slot_of(i);
+    __syncthreads();
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch(i, slots[i]);
     int slot = slots[STAGES - 1];
@@ -278,7 +300,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
 
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
-        await_copies<STAGES - 2>();
+        await(&s.full[stage], tile / STAGES % 2);
         __syncthreads();
         fetch(tile + STAGES - 1, slot);
         slot = slot_of(tile + STAGES);

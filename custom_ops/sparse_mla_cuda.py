@@ -16,7 +16,7 @@ PARTS = 8  # of a row's selection, merged in order
 TILE = 32  # tokens
 MAX_HEADS = 16
 _THREADS = 256
-_STORED = (1152, 656, 576)  # bytes of a token
+_PITCH = (1168, 656, 576)  # bytes from token to token, of a stage
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Tuning:
 
     layout: int
     head_tiles: int = 1
-    stages: int = 3
+    stages: int = 2
     states: int = 0
     blocks_per_sm: int = 2
 
@@ -37,10 +37,10 @@ class Tuning:
     def shared(self) -> int:
         """Bytes of ``struct Shared``."""
         heads = 8 * self.head_tiles
-        wide = TILE * 1152 if self.layout else 16
+        wide = TILE * 1168 if self.layout else 16
         scores = 4 * 4 * heads * (TILE + 4)
         state = 4 * heads * (512 + 4 + 2)
-        return self.stages * TILE * (_STORED[self.layout] + 4) + wide + scores + 12 * heads + self.states * state
+        return self.stages * (TILE * (_PITCH[self.layout] + 4) + 8) + wide + scores + 12 * heads + self.states * state
 
 
 def tuning_of(layout: str, heads: int, blocks: int) -> Tuning:

@@ -4,7 +4,7 @@
 
 #include <array>
 #include <cstddef>
-#include <deque>
+#include <map>
 
 struct float2 { float x, y; };
 
@@ -39,30 +39,37 @@ void with_warp(const T& mine, Use use) {
     host::warp_meet(0);
 }
 
-// A copy is made when its thread waits for it, not before; what is read too early is what was there.
-struct Copy { void* target; const void* source; bool there; };
-static std::vector<std::deque<std::vector<Copy>>> pending;  // of each thread of the cluster, groups that are not done
+// Copies are made when a thread waits for them, not before: what is read too early is what was there.
+struct Copy { void* target; const void* source; int bytes; };
+struct Barrier {
+    int arrivals, arrived = 0, announced = 0, parity = 0;
+    std::vector<Copy> copies;
+};
+static std::map<void*, Barrier> barriers;
 
-inline std::deque<std::vector<Copy>>& my_copies() { return pending[host::current - host::fibers.data()]; }
-inline void copy_async(void* target, const void* source, bool there) {
-    if ((reinterpret_cast<unsigned long long>(target) | reinterpret_cast<unsigned long long>(source)) % 16) abort();
-    if (my_copies().empty()) my_copies().emplace_back();
-    my_copies().back().push_back({target, source, there});
+inline void set_up(unsigned long long* barrier, int arrivals) { barriers[barrier] = {arrivals}; }
+inline void announce(unsigned long long* barrier, int bytes) {
+    ++barriers.at(barrier).arrived;
+    barriers.at(barrier).announced += bytes;
 }
-inline void close_copies() {
-    if (my_copies().empty()) my_copies().emplace_back();
-    my_copies().emplace_back();
+inline void copy_bulk(void* target, const void* source, int bytes, unsigned long long* barrier) {
+    if ((reinterpret_cast<unsigned long long>(target) | reinterpret_cast<unsigned long long>(source) | bytes) % 16) abort();
+    barriers.at(barrier).copies.push_back({target, source, bytes});
 }
-template <int N>
-void await_copies() {
-    while (my_copies().size() > N + 1) {
-        for (const Copy& copy : my_copies().front()) {
-            if (copy.there) memcpy(copy.target, copy.source, 16);
-            else memset(copy.target, 0, 16);
+inline void await(unsigned long long* barrier, int parity) {
+    Barrier& b = barriers.at(barrier);
+    while (b.parity == parity) {
+        int bytes = 0;
+        for (const Copy& copy : b.copies) bytes += copy.bytes;
+        if (b.arrived == b.arrivals && bytes == b.announced) {
+            for (const Copy& copy : b.copies) memcpy(copy.target, copy.source, copy.bytes);
+            b = {b.arrivals, 0, 0, !b.parity};
+        } else {
+            host::give_way();
         }
-        my_copies().pop_front();
     }
 }
+inline void order_before_copies() {}
 
 inline void load_tiles(unsigned (&a)[4], const void* row) {
     const int lane = host::current->thread % 32;
@@ -113,10 +120,7 @@ extern "C" int shared_bytes() { return offsetof(Shared, states) + STATES * sizeo
 
 extern "C" bool sparse_mla_on_host(const Arguments* a, unsigned rows, unsigned blocks_of_a_row, unsigned seed) {
     arguments = *a;
-    pending.assign(blocks_of_a_row * THREADS, {});
-    return host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, shared_bytes(), seed, [] {
-        my_copies().clear();
-        sparse_mla_row(arguments);
-        if (my_copies().size() > 0) my_copies().clear();
-    });
+    barriers.clear();
+    return host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, shared_bytes(), seed,
+                        [] { sparse_mla_row(arguments); });
 }
