@@ -48,7 +48,7 @@ __device__ __forceinline__ void load_transposed(unsigned (&a)[4], const void* ro
 
 // c [16, 8] += a [16, 16] @ b [16, 8]
 __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
                  "{%0, %1, %2, %3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
@@ -148,10 +148,11 @@ struct Arguments {
     int part;  // a multiple of TILE; PARTS of them hold k
 };
 
+// In the order of the bits: NaN is above or below everything.
 __device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) x = fmaxf(x, __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(x), d)));
-    return x;
+    const unsigned bits = __float_as_uint(x), key = bits >> 31 ? ~bits : bits | 0x80000000u;
+    const unsigned largest = __reduce_max_sync(ALL, key);
+    return __uint_as_float(largest >> 31 ? largest & 0x7fffffffu : ~largest);
 }
 __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
@@ -163,10 +164,9 @@ __device__ __forceinline__ float anchor_of(float peak) { return peak == NOTHING 
 // Where 16-byte piece ``piece`` of a token of a wide tile lies.
 __device__ __forceinline__ int place(int token, int piece) { return token * WIDE + 16 * piece; }
 
-// Of 16 stored bytes from ``from``: float8 codes times a factor, as the two pieces from ``piece``.
-__device__ __forceinline__ void widen(unsigned char* tile, const unsigned char* from, int token, int piece, float factor,
+// 16 float8 codes times a factor, as the two pieces from ``piece``.
+__device__ __forceinline__ void widen(unsigned char* tile, const uint4& codes, int token, int piece, float factor,
                                       bool second_first) {
-    const uint4 codes = *reinterpret_cast<const uint4*>(from);
     const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
     unsigned pairs[8];
 #pragma unroll
@@ -185,18 +185,21 @@ __device__ __forceinline__ void widen(unsigned char* tile, const unsigned char* 
 // A stored tile of float8 rows as bfloat16.
 __device__ __forceinline__ void widen_tile(unsigned char* tile, const unsigned char* stored) {
     const int token = threadIdx.x / 8, sub = threadIdx.x % 8;
-    const unsigned char* from = stored + token * STORED;
-    const float* scales = reinterpret_cast<const float*>(from + LATENT);
+    const uint4* from = reinterpret_cast<const uint4*>(stored + token * STORED);
+    constexpr int ROPE_AT = (LATENT + (LAYOUT == PACKED ? 16 : 0)) / 16, ROPES = LAYOUT == PACKED ? 8 : 4;
+    uint4 codes[4], rope;
+    float4 scales = {1.0f, 1.0f, 1.0f, 1.0f};
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const int at = sub + 8 * j;
-        widen(tile, from + 16 * at, token, 2 * at, LAYOUT == PACKED ? scales[j] : 1.0f, sub >= 4);
-    }
+    for (int j = 0; j < 4; ++j) codes[j] = from[sub + 8 * j];
+    if (LAYOUT == PACKED) scales = *reinterpret_cast<const float4*>(from + LATENT / 16);
+    if (sub < ROPES) rope = from[ROPE_AT + sub];
+    const float factors[4] = {scales.x, scales.y, scales.z, scales.w};
+#pragma unroll
+    for (int j = 0; j < 4; ++j) widen(tile, codes[j], token, 2 * (sub + 8 * j), factors[j], sub >= 4);
     if (LAYOUT == PACKED) {
-        const uint4 rope = *reinterpret_cast<const uint4*>(from + LATENT + 16 + 16 * sub);
         *reinterpret_cast<uint4*>(tile + place(token, 64 + sub)) = rope;
-    } else if (sub < 4) {
-        widen(tile, from + LATENT + 16 * sub, token, 64 + 2 * sub, 1.0f, false);
+    } else if (sub < ROPES) {
+        widen(tile, rope, token, 64 + 2 * sub, 1.0f, false);
     }
 }
 
@@ -293,17 +296,16 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     }
 
     Merged all[HEAD_TILES];
-    float peak[HEAD_TILES], total[HEAD_TILES];  // of the part, of head warp + 8 n
+    float peak[HEAD_TILES], total[HEAD_TILES];  // of the part, of head warp + 8 n; a lane has the total of its tokens
     Sums sums = {}, all_sums = {};
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; ++n) peak[n] = NOTHING, total[n] = 0.0f;
 
+    int left = tiles_of_part, part = 0;
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
         await(&s.full[stage], tile / STAGES % 2);
         __syncthreads();
-        fetch(tile + STAGES - 1, slot);
-        slot = slot_of(tile + STAGES);
         const unsigned char* tokens = s.stages[stage];
         if (LAYOUT != BF16) {
             widen_tile(s.wide, tokens);
@@ -312,12 +314,17 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         }
         // Three chains of sums: one alone would wait for itself.
         float score[3][HEAD_TILES][4] = {};
+        unsigned fragments[STEPS][4];
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
-            unsigned fragment[4];
-            load_tiles(fragment, tokens + place(16 * half + lane % 16, 2 * (share * STEPS + step) + lane / 16));
+            load_tiles(fragments[step], tokens + place(16 * half + lane % 16, 2 * (share * STEPS + step) + lane / 16));
+        }
+        fetch(tile + STAGES - 1, slot);
+        slot = slot_of(tile + STAGES);
 #pragma unroll
-            for (int n = 0; n < HEAD_TILES; ++n) multiply(score[step % 3][n], fragment, q[step][n]);
+        for (int step = 0; step < STEPS; ++step) {
+#pragma unroll
+            for (int n = 0; n < HEAD_TILES; ++n) multiply(score[step % 3][n], fragments[step], q[step][n]);
         }
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
@@ -338,7 +345,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             mine = live ? mine * a.scale : NOTHING;
             const float raised = fmaxf(peak[n], warp_max(mine)), anchor = anchor_of(raised);
             const float weight = power_of_two(mine - anchor), shrink = power_of_two(peak[n] - anchor);
-            total[n] = __fmaf_rn(total[n], shrink, warp_sum(weight));
+            total[n] = __fmaf_rn(total[n], shrink, weight);
             peak[n] = raised;
             // Of every two lanes one writes both; warp_max has let all lanes read their scores.
             const float next = __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(weight), 1));
@@ -362,18 +369,27 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) sums[m][n][i] *= i % 2 ? shrinks[n].y : shrinks[n].x;
             }
+        }
 #pragma unroll
-            for (int step = 0; step < 2; ++step) {
-                unsigned fragment[4];
-                const int token = 16 * step + lane / 16 * 8 + lane % 8;
-                load_transposed(fragment, tokens + place(token, 8 * warp + 2 * m + lane / 8 % 2));
+        for (int step = 0; step < 2; ++step) {
+            unsigned fragments[4][4];
+            const int token = 16 * step + lane / 16 * 8 + lane % 8;
 #pragma unroll
-                for (int n = 0; n < HEAD_TILES; ++n) multiply(sums[m][n], fragment, weights[step][n]);
+            for (int m = 0; m < 4; ++m) {
+                load_transposed(fragments[m], tokens + place(token, 8 * warp + 2 * m + lane / 8 % 2));
+            }
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+#pragma unroll
+                for (int n = 0; n < HEAD_TILES; ++n) multiply(sums[m][n], fragments[m], weights[step][n]);
             }
         }
-        if ((tile + 1) % tiles_of_part && tile + 1 < tiles) continue;
+        if (--left && tile + 1 < tiles) continue;
+        left = tiles_of_part;
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; ++n) total[n] = warp_sum(total[n]);
         if (blocks > 1) {
-            State& state = s.states[tile / tiles_of_part];
+            State& state = s.states[part++];
             store_sums(state, sums);
 #pragma unroll
             for (int n = 0; n < HEAD_TILES; ++n) {
