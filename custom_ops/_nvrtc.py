@@ -15,6 +15,7 @@ import site
 import struct
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -43,6 +44,12 @@ def _nvrtc() -> ctypes.CDLL:
         except OSError:
             continue
     raise CudaError(f"{name} is not found")
+
+
+def sources(name: str, *headers: str) -> tuple[str, dict[str, str]]:
+    """The text of a file of this package, and by name that of the headers it includes."""
+    folder = Path(__file__).parent
+    return (folder / name).read_text(), {header: (folder / header).read_text() for header in headers}
 
 
 def compile_cuda(

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from custom_ops import index_keys_cuda
 from custom_ops._checks import FLOATS, check_tensor
 from custom_ops._register import Provider, define
 from custom_ops._rows import unit_stride
@@ -204,6 +205,22 @@ def _triton_k(
         )  # fmt: skip
 
 
+def _cuda_k(
+    k: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    eps: float,
+    positions: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
+    cache: torch.Tensor,
+    slots: torch.Tensor,
+    round_scale: bool,
+) -> None:
+    index_keys_cuda.launch(k, weight, bias, eps, positions, cos_sin_cache, cache, slots)
+
+
 define(
     "index_k_prepare_store(Tensor k, Tensor weight, Tensor? bias, float eps, Tensor positions,"
     " Tensor cos_sin_cache, bool interleaved, bool hadamard, Tensor(a!) cache, Tensor slots,"
@@ -211,8 +228,11 @@ define(
     reference=index_k_prepare_store_reference,
     fake=_fake_k,
     check=_check_k,
-    providers={"triton": Provider(_triton_k)},
-    preference=("triton",),
+    providers={
+        "triton": Provider(_triton_k),
+        "cuda": Provider(_cuda_k, index_keys_cuda.refuses, index_keys_cuda.missing),
+    },
+    preference=("cuda", "triton"),
 )
 ROUTES = (
     {"INTERLEAVED": False, "HADAMARD": True, "ROUND_SCALE": True},

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle
+from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
 
 LAYOUT = "PPPPPqqii"  # struct Arguments
 THREADS = 128
@@ -16,15 +15,16 @@ _LANES = 4  # threads of a row
 _WIDE = 8  # elements of a load
 
 
-def source() -> str:
-    """index_queries.cu"""
-    return (Path(__file__).parent / "index_queries.cu").read_text()
+def build(capability: tuple[int, int]) -> bytes:
+    """The cubin for one GPU architecture. Raises CudaError."""
+    source, headers = sources("index_queries.cu", "index_rows.cuh")
+    return compile_cuda(source, "index_queries.cu", capability, MACROS, headers)
 
 
 @functools.cache
 def kernel(device: int) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
-    cubin = compile_cuda(source(), "index_queries.cu", torch.cuda.get_device_capability(device), MACROS)
+    cubin = build(torch.cuda.get_device_capability(device))
     return CudaKernel(cubin, "prepare_queries", device, THREADS, 0, LAYOUT)
 
 

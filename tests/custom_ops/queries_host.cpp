@@ -1,35 +1,5 @@
 // index_queries.cu as a function of the host; built by test_index_queries_cuda.py.
-#include "tests/custom_ops/cuda_host.h"
-#define QUERIES_HOST
-
-struct float2 { float x, y; };
-
-inline float2 widened(unsigned pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}; }
-
-inline unsigned bfloat16(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
-}
-inline unsigned narrowed(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
-
-// To nearest, ties to even, saturating; of the magnitude: 3 bits of mantissa from 2^-6 on, below it steps of 2^-9.
-inline unsigned e4m3(float x) {
-    const unsigned sign = __float_as_uint(x) >> 24 & 0x80;
-    if (x != x) return 0x7f;
-    const float size = std::fabs(x);
-    if (size > 448) return sign | 0x7e;
-    int exponent = size < 0.015625f ? -6 : std::ilogb(size);
-    const float steps = std::nearbyint(std::ldexp(size, 3 - exponent));  // 8 to 16 of a normal number
-    return sign | (steps < 8 ? (unsigned)steps : (unsigned)steps - 8 + (exponent + 7) * 8);
-}
-inline unsigned quantised(float a, float b, float c, float d) {
-    return e4m3(a) | e4m3(b) << 8 | e4m3(c) << 16 | e4m3(d) << 24;
-}
-inline unsigned larger_halves(unsigned a, unsigned b) {
-    return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
-}
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
-
+#include "tests/custom_ops/index_rows_host.h"
 #include "custom_ops/index_queries.cu"
 
 static Arguments arguments;
