@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle
+from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
 
 ARGUMENTS = "PPPPPfiii"  # struct Arguments
 LAYOUTS = ("bf16", "fp8_packed", "fp8")
@@ -58,23 +57,26 @@ def part_of(k: int) -> int:
     return -(-k // (PARTS * TILE)) * TILE
 
 
-def blocks_of_a_row(rows: int, multiprocessors: int) -> int:
-    """How many blocks share each row: as many as there is room for at once, 1, 2, 4 or 8."""
-    blocks = PARTS
-    while blocks > 1 and blocks * rows > multiprocessors:
-        blocks //= 2
-    return blocks
+def block_counts(heads: int) -> tuple[int, ...]:
+    """How many blocks may share a row: the states of 16 heads leave no room for two to have four each."""
+    return (8, 4, 2, 1) if heads <= 8 else (8, 4, 1)
 
 
-def source() -> str:
-    """sparse_mla.cu"""
-    return (Path(__file__).parent / "sparse_mla.cu").read_text()
+def blocks_of_a_row(rows: int, heads: int, multiprocessors: int) -> int:
+    """How many blocks share each row: as many as there is room for at once."""
+    return next(blocks for blocks in block_counts(heads) if blocks == 1 or blocks * rows <= multiprocessors)
+
+
+def build(capability: tuple[int, int], tuning: Tuning) -> bytes:
+    """The cubin for one GPU architecture. Raises CudaError."""
+    source, _ = sources("sparse_mla.cu")
+    return compile_cuda(source, "sparse_mla.cu", capability, tuning.macros)
 
 
 @functools.cache
 def kernel(device: int, tuning: Tuning) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
-    cubin = compile_cuda(source(), "sparse_mla.cu", torch.cuda.get_device_capability(device), tuning.macros)
+    cubin = build(torch.cuda.get_device_capability(device), tuning)
     return CudaKernel(cubin, "sparse_mla_rows", device, _THREADS, tuning.shared, ARGUMENTS)
 
 
@@ -143,7 +145,7 @@ def launch(
         return
     device = q.get_device()
     if blocks is None:
-        blocks = blocks_of_a_row(rows, _multiprocessors(device))
+        blocks = blocks_of_a_row(rows, heads, _multiprocessors(device))
     if tuning is None:
         tuning = tuning_of(layout, heads, blocks)
     kernel(device, tuning).launch(
