@@ -248,10 +248,10 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     auto slot_of = [&](int tile) {
         const int token = begin + tile * TILE + my_token;
         if (tile >= tiles || token >= length) return -1;
-        const int slot = a.topk[row * a.k + token];
-        return token == 0 ? max(slot, 0) : slot;
+        return a.topk[row * a.k + token];
     };
     auto fetch = [&](int tile, int slot) {
+        if (begin + tile * TILE + my_token == 0) slot = max(slot, 0);  // not where it is loaded: that would wait
         if (tile >= tiles) return;
         const int stage = tile % STAGES;
         if (lane < 4) {
