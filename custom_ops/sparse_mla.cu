@@ -97,6 +97,9 @@ __device__ __forceinline__ float load_of(unsigned rank, const float* mine) {
     return x;
 }
 
+// Of the warps that compute.
+__device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
+
 #define dynamic_shared sparse_mla_shared
 extern __shared__ __align__(128) unsigned char sparse_mla_shared[];
 
@@ -104,7 +107,8 @@ extern __shared__ __align__(128) unsigned char sparse_mla_shared[];
 
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int BF16 = 0, PACKED = 1;
-constexpr int THREADS = 256;
+constexpr int WORKERS = 8;  // warps; one more fetches
+constexpr int THREADS = 32 * (WORKERS + 1);
 constexpr int PARTS = 8;
 constexpr int TILE = 32;    // tokens
 constexpr int SHARES = 4;   // warps that add up the score of a token
@@ -233,55 +237,44 @@ struct Merged {
     }
 };
 
-__device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
-    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const unsigned blocks = STATES ? cluster_size() : 1, rank = STATES ? cluster_rank() : 0;
-    const long long row = blockIdx.x / blocks;
-    const int length = min(a.select_lens[row], a.k);
-    const int each = PARTS / blocks * a.part, begin = rank * each;
-    const int tiles = (max(min(length - begin, each), 0) + TILE - 1) / TILE;
-    const int tiles_of_part = a.part / TILE;
-
-    // Of each warp four lanes fetch a token of a tile each.
-    const int my_token = 4 * warp + lane % 4;
-    auto slot_of = [&](int tile) {
-        const int token = begin + tile * TILE + my_token;
-        if (tile >= tiles || token >= length) return -1;
-        return a.topk[row * a.k + token];
+// The warp that fetches: a lane a token of each tile.
+__device__ __forceinline__ void fetch_tiles(const Arguments& a, Shared& s, long long row, int begin, int length, int tiles) {
+    const int lane = threadIdx.x % 32;
+    auto load_slot = [&](int tile) {
+        const int token = begin + tile * TILE + lane;
+        return tile < tiles && token < length ? a.topk[row * a.k + token] : -1;
     };
     auto fetch = [&](int tile, int slot) {
-        if (begin + tile * TILE + my_token == 0) slot = max(slot, 0);  // not where it is loaded: that would wait
         if (tile >= tiles) return;
+        if (begin + tile * TILE + lane == 0) slot = max(slot, 0);
         const int stage = tile % STAGES;
-        if (lane < 4) {
-            unsigned char* to = s.stages[stage] + my_token * PITCH;
-            s.live[stage][my_token] = slot >= 0;
-            announce(&s.full[stage], slot >= 0 ? STORED : 0);
-            if (slot >= 0) copy_bulk(to, a.cache + (long long)slot * STORED, STORED, &s.full[stage]);
+        unsigned char* to = s.stages[stage] + lane * PITCH;
+        s.live[stage][lane] = slot >= 0;
+        if (slot < 0) {  // weights of zero do not hide what may be NaN
+            for (int piece = 0; piece < STORED / 16; ++piece) reinterpret_cast<uint4*>(to)[piece] = make_uint4(0, 0, 0, 0);
+            order_before_copies();
         }
-        // Weights of zero do not hide what may be NaN.
-        const unsigned dead = __ballot_sync(ALL, slot < 0) & 15;
-        if (!dead) return;
-        for (int i = 0; i < 4; ++i) {
-            uint4* to = reinterpret_cast<uint4*>(s.stages[stage] + (4 * warp + i) * PITCH);
-            for (int piece = lane; dead >> i & 1 && piece < STORED / 16; piece += 32) to[piece] = make_uint4(0, 0, 0, 0);
-        }
-        order_before_copies();
+        announce(&s.full[stage], slot >= 0 ? STORED : 0);
+        if (slot >= 0) copy_bulk(to, a.cache + (long long)slot * STORED, STORED, &s.full[stage]);
     };
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) set_up(&s.full[i], TILE);
-        order_before_copies();
-    }
     int slots[STAGES];
 #pragma unroll
-    for (int i = 0; i < STAGES; ++i) slots[i] = slot_of(i);
-    __syncthreads();
+    for (int i = 0; i < STAGES; ++i) slots[i] = load_slot(i);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch(i, slots[i]);
     int slot = slots[STAGES - 1];
+    for (int tile = 0; tile < tiles; ++tile) {
+        __syncthreads();  // the workers are done with the tile before
+        fetch(tile + STAGES - 1, slot);
+        slot = load_slot(tile + STAGES);
+    }
+}
 
+// The warps that compute: the states of the parts where blocks share the row, else the state of all of it.
+__device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long long row, int tiles, bool shared_row,
+                                             Merged (&all)[HEAD_TILES], Sums& all_sums) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int tiles_of_part = a.part / TILE;
     const int half = warp % 2, share = warp / 2;
     unsigned q[STEPS][HEAD_TILES][2];
 #pragma unroll
@@ -295,9 +288,8 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         }
     }
 
-    Merged all[HEAD_TILES];
     float peak[HEAD_TILES], total[HEAD_TILES];  // of the part, of head warp + 8 n; a lane has the total of its tokens
-    Sums sums = {}, all_sums = {};
+    Sums sums = {};
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; ++n) peak[n] = NOTHING, total[n] = 0.0f;
 
@@ -310,7 +302,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         if (LAYOUT != BF16) {
             widen_tile(s.wide, tokens);
             tokens = s.wide;
-            __syncthreads();
+            sync_workers();
         }
         // Three chains of sums: one alone would wait for itself.
         float score[3][HEAD_TILES][4] = {};
@@ -319,8 +311,6 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         for (int step = 0; step < STEPS; ++step) {
             load_tiles(fragments[step], tokens + place(16 * half + lane % 16, 2 * (share * STEPS + step) + lane / 16));
         }
-        fetch(tile + STAGES - 1, slot);
-        slot = slot_of(tile + STAGES);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -334,7 +324,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
                     score[0][n][i] + score[1][n][i] + score[2][n][i];
             }
         }
-        __syncthreads();
+        sync_workers();
         const bool live = s.live[stage][lane];
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
@@ -352,7 +342,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             if (lane % 2 == 0) reinterpret_cast<unsigned*>(s.scores[0][head])[lane / 2] = narrowed(weight, next);
             if (lane == 0) s.shrink[head] = shrink;
         }
-        __syncthreads();
+        sync_workers();
         unsigned weights[2][HEAD_TILES][2];
         float2 shrinks[HEAD_TILES];
 #pragma unroll
@@ -388,7 +378,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         left = tiles_of_part;
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) total[n] = warp_sum(total[n]);
-        if (blocks > 1) {
+        if (shared_row) {
             State& state = s.states[part++];
             store_sums(state, sums);
 #pragma unroll
@@ -401,7 +391,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
                 all[n].add(peak[n], total[n]);
                 if (lane == 0) s.fold[8 * n + warp] = {all[n].old, all[n].fresh};
             }
-            __syncthreads();
+            sync_workers();
 #pragma unroll
             for (int n = 0; n < HEAD_TILES; ++n) {
                 const float2 one = s.fold[8 * n + lane % 4 * 2], other = s.fold[8 * n + lane % 4 * 2 + 1];
@@ -426,7 +416,30 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             }
         }
     }
+}
 
+__device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
+    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned blocks = STATES ? cluster_size() : 1, rank = STATES ? cluster_rank() : 0;
+    const long long row = blockIdx.x / blocks;
+    const int length = min(a.select_lens[row], a.k);
+    const int each = PARTS / blocks * a.part, begin = rank * each;
+    const int tiles = (max(min(length - begin, each), 0) + TILE - 1) / TILE;
+
+    if (threadIdx.x == 0) {
+#pragma unroll
+        for (int i = 0; i < STAGES; ++i) set_up(&s.full[i], TILE);
+        order_before_copies();
+    }
+    __syncthreads();
+    Merged all[HEAD_TILES];
+    Sums all_sums = {};
+    if (warp == WORKERS) {
+        fetch_tiles(a, s, row, begin, length, tiles);
+    } else {
+        attend_tiles(a, s, row, tiles, blocks > 1, all, all_sums);
+    }
     // Merge what the blocks have; each block writes its share of the dims.
     State* states = STATES && blocks > 1 ? s.states : reinterpret_cast<State*>(s.stages);
     int found = 1;
@@ -435,10 +448,10 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         found = (length + a.part - 1) / a.part;
     } else {
         __syncthreads();  // the stages are free
-        store_sums(*states, all_sums);
+        if (warp < WORKERS) store_sums(*states, all_sums);
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
-            if (lane == 0) states->peak[8 * n + warp] = all[n].peak, states->total[8 * n + warp] = all[n].total;
+            if (lane == 0 && warp < WORKERS) states->peak[8 * n + warp] = all[n].peak, states->total[8 * n + warp] = all[n].total;
         }
         __syncthreads();
     }

@@ -14,7 +14,7 @@ LAYOUTS = ("bf16", "fp8_packed", "fp8")
 PARTS = 8  # of a row's selection, merged in order
 TILE = 32  # tokens
 MAX_HEADS = 16
-_THREADS = 256
+_THREADS = 288
 _PITCH = (1168, 656, 576)  # bytes from token to token, of a stage
 
 

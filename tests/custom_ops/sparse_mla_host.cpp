@@ -106,6 +106,8 @@ inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[
     });
 }
 
+static std::map<host::Block*, host::Rendezvous> workers;
+inline void sync_workers() { host::meet(workers[host::current->block], 256, 0, 0); }
 inline void cluster_barrier() { host::meet(host::cluster, host::blocks.size() * host::threads, 0, 0); }
 inline float load_of(unsigned rank, const float* mine) {
     return *(const float*)(host::blocks[rank].shared.data() +
@@ -121,6 +123,7 @@ extern "C" int shared_bytes() { return offsetof(Shared, states) + STATES * sizeo
 extern "C" bool sparse_mla_on_host(const Arguments* a, unsigned rows, unsigned blocks_of_a_row, unsigned seed) {
     arguments = *a;
     barriers.clear();
+    workers.clear();
     return host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, shared_bytes(), seed,
                         [] { sparse_mla_row(arguments); });
 }
