@@ -1,18 +1,27 @@
 // sparse_mla of few heads, in one pass over the selected tokens; custom_ops/sparse_mla.py states what of.
 //
-// A row's selection is eight parts of ``part`` tokens. Each part starts from an empty softmax state, and the states are
-// merged in order, so the bits are the same whether one block takes a row or a cluster of 2, 4 or 8 blocks shares it.
-// A block takes TILE tokens at a time; while it computes, the STAGES - 1 tiles behind are on their way to its shared
-// memory. Tokens and latent dims are the rows of the products and heads their columns, of which a tile has eight: few
-// heads leave none of it empty. Scores: two warps for the tokens, times four for the dims. Softmax: a warp a head.
-// Result: a warp 64 dims.
+// A row's selection is eight parts of ``part`` tokens. Each starts from an empty softmax state; those of a half are
+// merged in order, then the halves. So the bits are the same whether one block takes a row or a cluster of 2, 4 or 8
+// blocks shares it. A block takes TILE tokens at a time; while it computes, the STAGES - 1 tiles behind are on their way
+// to its shared memory. Tokens and latent dims are the rows of the products and heads their columns, of which a tile has
+// eight: few heads leave none of it empty. Scores: two warps for the tokens, times four for the dims. Softmax: a warp a
+// head. Result: a warp 64 dims.
 //
-// LAYOUT: 0 bf16, 1 fp8_packed, 2 fp8; HEAD_TILES: of eight heads; STAGES; STATES: softmax states that a block of a
-// cluster keeps, 0 where there are no clusters; BLOCKS_PER_SM.
+// LAYOUT: 0 bf16, 1 fp8_packed, 2 fp8; HEAD_TILES: of eight heads; STAGES; SAVED: softmax states that a block can put
+// aside; BLOCKS_PER_SM.
 
 #ifndef SPARSE_MLA_HOST
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// Copies 16 bytes to shared memory, or puts zeros there.
+__device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :: "r"(shared_address(target)), "l"(source), "r"(there ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
 
 // A barrier of shared memory that ``arrivals`` threads complete, together with the bytes that they announce.
 __device__ __forceinline__ void set_up(unsigned long long* barrier, int arrivals) {
@@ -97,9 +106,6 @@ __device__ __forceinline__ float load_of(unsigned rank, const float* mine) {
     return x;
 }
 
-// Of the warps that compute.
-__device__ __forceinline__ void sync_workers() { asm volatile("bar.sync 1, 256;" ::: "memory"); }
-
 #define dynamic_shared sparse_mla_shared
 extern __shared__ __align__(128) unsigned char sparse_mla_shared[];
 
@@ -107,17 +113,15 @@ extern __shared__ __align__(128) unsigned char sparse_mla_shared[];
 
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int BF16 = 0, PACKED = 1;
-constexpr int WORKERS = 8;  // warps; one more fetches
-constexpr int THREADS = 32 * (WORKERS + 1);
+constexpr int THREADS = 256;
 constexpr int PARTS = 8;
 constexpr int TILE = 32;    // tokens
 constexpr int SHARES = 4;   // warps that add up the score of a token
 constexpr int LATENT = 512;
 constexpr int WIDTH = LATENT + 64;
 constexpr int STEPS = WIDTH / 16 / SHARES;
-constexpr int WIDE = 2 * WIDTH + 16;  // bytes from token to token, ready for the products: eight lie in different banks
-constexpr int STORED = LAYOUT == BF16 ? 2 * WIDTH : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;  // bytes of a token
-constexpr int PITCH = LAYOUT == BF16 ? WIDE : STORED;
+constexpr int WIDE = 2 * WIDTH;  // bytes of a token that is ready for the products
+constexpr int STORED = LAYOUT == BF16 ? WIDE : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr int SCORE_PITCH = TILE + 4;  // as RESULT_PITCH: eight heads lie in different banks
 constexpr int RESULT_PITCH = LATENT + 4;
@@ -130,14 +134,14 @@ struct State {
 };
 
 struct Shared {
-    unsigned char stages[STAGES][TILE * PITCH];  // of the first: the row's state, in the end
+    unsigned char stages[STAGES][TILE * STORED];  // of the first: the row's state, in the end
     unsigned char wide[LAYOUT == BF16 ? 16 : TILE * WIDE];
     float scores[SHARES][HEADS][SCORE_PITCH];  // the weights, bfloat16, in place of the first share
     float shrink[HEADS];
     float2 fold[HEADS];
     unsigned long long full[STAGES];
     int live[STAGES][TILE];
-    State states[STATES ? STATES : 1];  // without clusters: not there
+    State saved[SAVED];  // of the first half, or of the parts where more than two blocks share the row
 };
 
 struct Arguments {
@@ -165,8 +169,10 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 __device__ __forceinline__ float anchor_of(float peak) { return peak == NOTHING ? 0.0f : peak; }
 
-// Where 16-byte piece ``piece`` of a token of a wide tile lies.
-__device__ __forceinline__ int place(int token, int piece) { return token * WIDE + 16 * piece; }
+// Where 16-byte piece ``piece`` of a token of a wide tile lies: those of a column of eight tokens in different banks.
+__device__ __forceinline__ int place(int token, int piece) {
+    return token * WIDE + (piece >> 3) * 128 + ((piece ^ token) & 7) * 16;
+}
 
 // 16 float8 codes times a factor, as the two pieces from ``piece``.
 __device__ __forceinline__ void widen(unsigned char* tile, const uint4& codes, int token, int piece, float factor,
@@ -237,44 +243,66 @@ struct Merged {
     }
 };
 
-// The warp that fetches: a lane a token of each tile.
-__device__ __forceinline__ void fetch_tiles(const Arguments& a, Shared& s, long long row, int begin, int length, int tiles) {
-    const int lane = threadIdx.x % 32;
+__device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
+    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const unsigned blocks = cluster_size(), rank = cluster_rank();
+    const long long row = blockIdx.x / blocks;
+    const int length = min(a.select_lens[row], a.k);
+    const int each = PARTS / blocks * a.part, begin = rank * each;
+    const int tiles = (max(min(length - begin, each), 0) + TILE - 1) / TILE;
+
+    // Eight threads fetch a token. bf16: each of them copies pieces; else one lets the engine copy it, which takes the
+    // row as it is stored and is the faster for such short ones.
+    const int my_token = threadIdx.x / 8, sub = threadIdx.x % 8;
     auto load_slot = [&](int tile) {
-        const int token = begin + tile * TILE + lane;
+        const int token = begin + tile * TILE + my_token;
         return tile < tiles && token < length ? a.topk[row * a.k + token] : -1;
     };
     auto fetch = [&](int tile, int slot) {
-        if (tile >= tiles) return;
-        if (begin + tile * TILE + lane == 0) slot = max(slot, 0);
-        const int stage = tile % STAGES;
-        unsigned char* to = s.stages[stage] + lane * PITCH;
-        s.live[stage][lane] = slot >= 0;
-        if (slot < 0) {  // weights of zero do not hide what may be NaN
-            for (int piece = 0; piece < STORED / 16; ++piece) reinterpret_cast<uint4*>(to)[piece] = make_uint4(0, 0, 0, 0);
+        if (tile < tiles) {
+            if (begin + tile * TILE + my_token == 0) slot = max(slot, 0);  // not where it is loaded: that would wait
+            const int stage = tile % STAGES;
+            const unsigned char* from = a.cache + (long long)max(slot, 0) * STORED;
+            if (sub == 0) s.live[stage][my_token] = slot >= 0;
+            // Zeros where there is no token: weights of zero do not hide what may be NaN.
+            if (LAYOUT == BF16) {
+#pragma unroll
+                for (int i = 0; i < STORED / 128; ++i) {
+                    const int piece = sub + 8 * i;
+                    copy_async(s.stages[stage] + place(my_token, piece), from + 16 * piece, slot >= 0);
+                }
+            } else {
+                unsigned char* to = s.stages[stage] + my_token * STORED;
+                if (slot < 0) {
+                    for (int piece = sub; piece < STORED / 16; piece += 8) {
+                        reinterpret_cast<uint4*>(to)[piece] = make_uint4(0, 0, 0, 0);
+                    }
+                    order_before_copies();
+                }
+                if (sub == 0) {
+                    announce(&s.full[stage], slot >= 0 ? STORED : 0);
+                    if (slot >= 0) copy_bulk(to, from, STORED, &s.full[stage]);
+                }
+            }
+        }
+        if (LAYOUT == BF16) close_copies();  // of none where there is no tile: groups are counted
+    };
+    if (LAYOUT != BF16) {
+        if (threadIdx.x == 0) {
+#pragma unroll
+            for (int i = 0; i < STAGES; ++i) set_up(&s.full[i], TILE);
             order_before_copies();
         }
-        announce(&s.full[stage], slot >= 0 ? STORED : 0);
-        if (slot >= 0) copy_bulk(to, a.cache + (long long)slot * STORED, STORED, &s.full[stage]);
-    };
+        __syncthreads();
+    }
     int slots[STAGES];
 #pragma unroll
     for (int i = 0; i < STAGES; ++i) slots[i] = load_slot(i);
 #pragma unroll
     for (int i = 0; i < STAGES - 1; ++i) fetch(i, slots[i]);
     int slot = slots[STAGES - 1];
-    for (int tile = 0; tile < tiles; ++tile) {
-        __syncthreads();  // the workers are done with the tile before
-        fetch(tile + STAGES - 1, slot);
-        slot = load_slot(tile + STAGES);
-    }
-}
 
-// The warps that compute: the states of the parts where blocks share the row, else the state of all of it.
-__device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long long row, int tiles, bool shared_row,
-                                             Merged (&all)[HEAD_TILES], Sums& all_sums) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const int tiles_of_part = a.part / TILE;
     const int half = warp % 2, share = warp / 2;
     unsigned q[STEPS][HEAD_TILES][2];
 #pragma unroll
@@ -288,21 +316,41 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
         }
     }
 
+    Merged all[HEAD_TILES], first_half[HEAD_TILES];
     float peak[HEAD_TILES], total[HEAD_TILES];  // of the part, of head warp + 8 n; a lane has the total of its tokens
-    Sums sums = {};
+    Sums sums = {}, all_sums = {};
 #pragma unroll
     for (int n = 0; n < HEAD_TILES; ++n) peak[n] = NOTHING, total[n] = 0.0f;
 
+    const int tiles_of_part = a.part / TILE;
     int left = tiles_of_part, part = 0;
+    float4* aside = reinterpret_cast<float4*>(s.saved) + threadIdx.x;  // what this thread has of the first half
+    // all_sums, from the old and the fresh with the factors of each head.
+    auto fold_sums = [&](auto old_of, auto fresh_of) {
+        __syncthreads();
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; ++n) {
+            const float2 one = s.fold[8 * n + lane % 4 * 2], other = s.fold[8 * n + lane % 4 * 2 + 1];
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const float2 fold = i % 2 ? other : one;
+                    all_sums[m][n][i] = __fmaf_rn(old_of(m, n, i), fold.x, fresh_of(m, n, i) * fold.y);
+                }
+            }
+        }
+    };
     for (int tile = 0; tile < tiles; ++tile) {
         const int stage = tile % STAGES;
-        await(&s.full[stage], tile / STAGES % 2);
+        if (LAYOUT == BF16) await_copies<STAGES - 2>();
+        else await(&s.full[stage], tile / STAGES % 2);
         __syncthreads();
         const unsigned char* tokens = s.stages[stage];
         if (LAYOUT != BF16) {
             widen_tile(s.wide, tokens);
             tokens = s.wide;
-            sync_workers();
+            __syncthreads();
         }
         // Three chains of sums: one alone would wait for itself.
         float score[3][HEAD_TILES][4] = {};
@@ -311,6 +359,8 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
         for (int step = 0; step < STEPS; ++step) {
             load_tiles(fragments[step], tokens + place(16 * half + lane % 16, 2 * (share * STEPS + step) + lane / 16));
         }
+        fetch(tile + STAGES - 1, slot);
+        slot = load_slot(tile + STAGES);
 #pragma unroll
         for (int step = 0; step < STEPS; ++step) {
 #pragma unroll
@@ -324,7 +374,7 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
                     score[0][n][i] + score[1][n][i] + score[2][n][i];
             }
         }
-        sync_workers();
+        __syncthreads();
         const bool live = s.live[stage][lane];
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
@@ -342,7 +392,7 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
             if (lane % 2 == 0) reinterpret_cast<unsigned*>(s.scores[0][head])[lane / 2] = narrowed(weight, next);
             if (lane == 0) s.shrink[head] = shrink;
         }
-        sync_workers();
+        __syncthreads();
         unsigned weights[2][HEAD_TILES][2];
         float2 shrinks[HEAD_TILES];
 #pragma unroll
@@ -378,8 +428,8 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
         left = tiles_of_part;
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) total[n] = warp_sum(total[n]);
-        if (shared_row) {
-            State& state = s.states[part++];
+        if (blocks > 2) {
+            State& state = s.saved[part];
             store_sums(state, sums);
 #pragma unroll
             for (int n = 0; n < HEAD_TILES; ++n) {
@@ -391,17 +441,19 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
                 all[n].add(peak[n], total[n]);
                 if (lane == 0) s.fold[8 * n + warp] = {all[n].old, all[n].fresh};
             }
-            sync_workers();
+            fold_sums([&](int m, int n, int i) { return all_sums[m][n][i]; },
+                      [&](int m, int n, int i) { return sums[m][n][i]; });
+        }
+        if (++part == PARTS / 2 && blocks == 1) {
 #pragma unroll
             for (int n = 0; n < HEAD_TILES; ++n) {
-                const float2 one = s.fold[8 * n + lane % 4 * 2], other = s.fold[8 * n + lane % 4 * 2 + 1];
+                first_half[n] = all[n];
+                all[n] = Merged();
 #pragma unroll
                 for (int m = 0; m < 4; ++m) {
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const float2 fold = i % 2 ? other : one;
-                        all_sums[m][n][i] = __fmaf_rn(all_sums[m][n][i], fold.x, sums[m][n][i] * fold.y);
-                    }
+                    float (&x)[4] = all_sums[m][n];
+                    aside[(m * HEAD_TILES + n) * THREADS] = make_float4(x[0], x[1], x[2], x[3]);
+                    x[0] = x[1] = x[2] = x[3] = 0.0f;
                 }
             }
         }
@@ -416,62 +468,58 @@ __device__ __forceinline__ void attend_tiles(const Arguments& a, Shared& s, long
             }
         }
     }
-}
 
-__device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
-    Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const unsigned blocks = STATES ? cluster_size() : 1, rank = STATES ? cluster_rank() : 0;
-    const long long row = blockIdx.x / blocks;
-    const int length = min(a.select_lens[row], a.k);
-    const int each = PARTS / blocks * a.part, begin = rank * each;
-    const int tiles = (max(min(length - begin, each), 0) + TILE - 1) / TILE;
-
-    if (threadIdx.x == 0) {
-#pragma unroll
-        for (int i = 0; i < STAGES; ++i) set_up(&s.full[i], TILE);
-        order_before_copies();
-    }
-    __syncthreads();
-    Merged all[HEAD_TILES];
-    Sums all_sums = {};
-    if (warp == WORKERS) {
-        fetch_tiles(a, s, row, begin, length, tiles);
-    } else {
-        attend_tiles(a, s, row, tiles, blocks > 1, all, all_sums);
-    }
-    // Merge what the blocks have; each block writes its share of the dims.
-    State* states = STATES && blocks > 1 ? s.states : reinterpret_cast<State*>(s.stages);
-    int found = 1;
-    if (STATES && blocks > 1) {
-        cluster_barrier();
-        found = (length + a.part - 1) / a.part;
-    } else {
-        __syncthreads();  // the stages are free
-        if (warp < WORKERS) store_sums(*states, all_sums);
+    if (blocks == 1 && part >= PARTS / 2) {
+        __syncthreads();  // everyone has read the factors of the last fold
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
-            if (lane == 0 && warp < WORKERS) states->peak[8 * n + warp] = all[n].peak, states->total[8 * n + warp] = all[n].total;
+            first_half[n].add(all[n].peak, all[n].total);
+            all[n] = first_half[n];
+            if (lane == 0) s.fold[8 * n + warp] = {all[n].old, all[n].fresh};
         }
-        __syncthreads();
+        fold_sums([&](int m, int n, int i) { return (&aside[(m * HEAD_TILES + n) * THREADS].x)[i]; },
+                  [&](int m, int n, int i) { return all_sums[m][n][i]; });
     }
-    const int pairs = LATENT / 2 / blocks, states_each = PARTS / blocks;
+
+    // Merge what the blocks have; each block writes its share of the dims.
+    State* states = s.saved;
+    if (blocks <= 2) {
+        states = reinterpret_cast<State*>(s.stages);
+        __syncthreads();  // the stages are free
+        store_sums(*states, all_sums);
+#pragma unroll
+        for (int n = 0; n < HEAD_TILES; ++n) {
+            if (lane == 0) states->peak[8 * n + warp] = all[n].peak, states->total[8 * n + warp] = all[n].total;
+        }
+    }
+    if (blocks > 1) cluster_barrier();
+    else __syncthreads();
+    const int states_each = blocks > 2 ? PARTS / blocks : 1, of_half = blocks > 2 ? PARTS / 2 : 1;
+    const int tokens_each = each / states_each, found = (length + tokens_each - 1) / tokens_each;
+    const int pairs = LATENT / 2 / blocks;
     for (int i = threadIdx.x; i < pairs * a.heads; i += THREADS) {
         const int head = i / pairs, pair = rank * pairs + i % pairs;
         Merged merged;
         float low = 0.0f, high = 0.0f;
-        for (int p = 0; p < found; ++p) {
-            const State& state = states[p % states_each];
-            const unsigned from = p / states_each;
-            auto load = [&](const float& x) { return STATES && blocks > 1 ? load_of(from, &x) : x; };
-            merged.add(load(state.peak[head]), load(state.total[head]));
-            low = __fmaf_rn(low, merged.old, load(state.sums[head][2 * pair]) * merged.fresh);
-            high = __fmaf_rn(high, merged.old, load(state.sums[head][2 * pair + 1]) * merged.fresh);
+        for (int p = 0; p < found;) {
+            Merged half;
+            float half_low = 0.0f, half_high = 0.0f;
+            for (const int end = min(p + of_half, found); p < end; ++p) {
+                const State& state = states[p % states_each];
+                const unsigned from = p / states_each;
+                auto load = [&](const float& x) { return blocks > 1 ? load_of(from, &x) : x; };
+                half.add(load(state.peak[head]), load(state.total[head]));
+                half_low = __fmaf_rn(half_low, half.old, load(state.sums[head][2 * pair]) * half.fresh);
+                half_high = __fmaf_rn(half_high, half.old, load(state.sums[head][2 * pair + 1]) * half.fresh);
+            }
+            merged.add(half.peak, half.total);
+            low = __fmaf_rn(low, merged.old, half_low * merged.fresh);
+            high = __fmaf_rn(high, merged.old, half_high * merged.fresh);
         }
         const float share_of_one = 1.0f / (merged.total == 0.0f ? 1.0f : merged.total);
         a.out[(row * a.heads + head) * (LATENT / 2) + pair] = narrowed(low * share_of_one, high * share_of_one);
     }
-    if (STATES && blocks > 1) cluster_barrier();  // nobody leaves while others read what it has
+    if (blocks > 1) cluster_barrier();  // nobody leaves while others read what it has
 }
 
 #ifndef SPARSE_MLA_HOST

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,8 +14,9 @@ LAYOUTS = ("bf16", "fp8_packed", "fp8")
 PARTS = 8  # of a row's selection, merged in order
 TILE = 32  # tokens
 MAX_HEADS = 16
-_THREADS = 288
-_PITCH = (1168, 656, 576)  # bytes from token to token, of a stage
+_THREADS = 256
+_STORED = (1152, 656, 576)  # bytes of a token
+_SM_SHARED = 228 << 10  # bytes, of which a block takes 1 KiB more than it says
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Tuning:
     layout: int
     head_tiles: int = 1
     stages: int = 2
-    states: int = 0
+    saved: int = 1
     blocks_per_sm: int = 2
 
     @property
@@ -36,20 +37,17 @@ class Tuning:
     def shared(self) -> int:
         """Bytes of ``struct Shared``."""
         heads = 8 * self.head_tiles
-        wide = TILE * 1168 if self.layout else 16
+        wide = TILE * 1152 if self.layout else 16
         scores = 4 * 4 * heads * (TILE + 4)
         state = 4 * heads * (512 + 4 + 2)
-        return self.stages * (TILE * (_PITCH[self.layout] + 4) + 8) + wide + scores + 12 * heads + self.states * state
+        return self.stages * (TILE * (_STORED[self.layout] + 4) + 8) + wide + scores + 12 * heads + self.saved * state
 
 
 def tuning_of(layout: str, heads: int, blocks: int) -> Tuning:
     """What serves rows of ``heads`` heads, each shared by ``blocks`` blocks."""
-    number, head_tiles = LAYOUTS.index(layout), -(-heads // 8)
-    if blocks > 1:
-        return Tuning(number, head_tiles, states=PARTS // blocks, blocks_per_sm=1)
-    if head_tiles > 1:
-        return Tuning(number, head_tiles, blocks_per_sm=1)
-    return Tuning(number)
+    found = Tuning(LAYOUTS.index(layout), -(-heads // 8), saved=2 if blocks == 4 else 1)
+    fits = found.head_tiles == 1 and 2 * (found.shared + 1024) <= _SM_SHARED
+    return found if fits else replace(found, blocks_per_sm=1)
 
 
 def part_of(k: int) -> int:
@@ -57,14 +55,12 @@ def part_of(k: int) -> int:
     return -(-k // (PARTS * TILE)) * TILE
 
 
-def block_counts(heads: int) -> tuple[int, ...]:
-    """How many blocks may share a row: the states of 16 heads leave no room for two to have four each."""
-    return (8, 4, 2, 1) if heads <= 8 else (8, 4, 1)
-
-
-def blocks_of_a_row(rows: int, heads: int, multiprocessors: int) -> int:
+def blocks_of_a_row(rows: int, layout: str, heads: int, multiprocessors: int) -> int:
     """How many blocks share each row: as many as there is room for at once."""
-    return next(blocks for blocks in block_counts(heads) if blocks == 1 or blocks * rows <= multiprocessors)
+    for blocks in (8, 4, 2):
+        if blocks * rows <= multiprocessors * tuning_of(layout, heads, blocks).blocks_per_sm:
+            return blocks
+    return 1
 
 
 def build(capability: tuple[int, int], tuning: Tuning) -> bytes:
@@ -145,7 +141,7 @@ def launch(
         return
     device = q.get_device()
     if blocks is None:
-        blocks = blocks_of_a_row(rows, heads, _multiprocessors(device))
+        blocks = blocks_of_a_row(rows, layout, heads, _multiprocessors(device))
     if tuning is None:
         tuning = tuning_of(layout, heads, blocks)
     kernel(device, tuning).launch(

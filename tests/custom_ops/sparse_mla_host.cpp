@@ -3,7 +3,7 @@
 #define SPARSE_MLA_HOST
 
 #include <array>
-#include <cstddef>
+#include <deque>
 #include <map>
 
 struct float2 { float x, y; };
@@ -37,6 +37,32 @@ void with_warp(const T& mine, Use use) {
     for (int i = 0; i < 32; ++i) lanes[i] = reinterpret_cast<const T*>((unsigned long long)high[i] << 32 | low[i]);
     use(lanes);
     host::warp_meet(0);
+}
+
+// Copies of a thread, in groups.
+struct Piece { void* target; const void* source; bool there; };
+static std::map<host::Fiber*, std::deque<std::vector<Piece>>> groups;
+
+inline void copy_async(void* target, const void* source, bool there) {
+    if ((reinterpret_cast<unsigned long long>(target) | reinterpret_cast<unsigned long long>(source)) % 16) abort();
+    auto& mine = groups[host::current];
+    if (mine.empty()) mine.emplace_back();
+    mine.back().push_back({target, source, there});
+}
+inline void close_copies() {
+    auto& mine = groups[host::current];
+    if (mine.empty()) mine.emplace_back();
+    mine.emplace_back();
+}
+template <int N>
+void await_copies() {
+    auto& mine = groups[host::current];
+    for (; mine.size() > N + 1; mine.pop_front()) {
+        for (const Piece& piece : mine.front()) {
+            if (piece.there) memcpy(piece.target, piece.source, 16);
+            else memset(piece.target, 0, 16);
+        }
+    }
 }
 
 // Copies are made when a thread waits for them, not before: what is read too early is what was there.
@@ -106,8 +132,6 @@ inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[
     });
 }
 
-static std::map<host::Block*, host::Rendezvous> workers;
-inline void sync_workers() { host::meet(workers[host::current->block], 256, 0, 0); }
 inline void cluster_barrier() { host::meet(host::cluster, host::blocks.size() * host::threads, 0, 0); }
 inline float load_of(unsigned rank, const float* mine) {
     return *(const float*)(host::blocks[rank].shared.data() +
@@ -118,12 +142,12 @@ inline float load_of(unsigned rank, const float* mine) {
 
 static Arguments arguments;
 
-extern "C" int shared_bytes() { return offsetof(Shared, states) + STATES * sizeof(State); }
+extern "C" int shared_bytes() { return sizeof(Shared); }
 
 extern "C" bool sparse_mla_on_host(const Arguments* a, unsigned rows, unsigned blocks_of_a_row, unsigned seed) {
     arguments = *a;
     barriers.clear();
-    workers.clear();
+    groups.clear();
     return host::launch(rows * blocks_of_a_row, THREADS, blocks_of_a_row, shared_bytes(), seed,
                         [] { sparse_mla_row(arguments); });
 }
