@@ -1,14 +1,13 @@
 // sparse_mla of few heads, in one pass over the selected tokens; custom_ops/sparse_mla.py states what of.
 //
 // A row's selection is eight parts of ``part`` tokens. Each starts from an empty softmax state; those of a half are
-// merged in order, then the halves. So the bits are the same whether one block takes a row or a cluster of 2, 4 or 8
-// blocks shares it. A block takes TILE tokens at a time; while it computes, the STAGES - 1 tiles behind are on their way
+// merged in order, then the halves. So the bits are the same whether one block takes a row or a cluster of 2 or 8 blocks
+// shares it. A block takes TILE tokens at a time; while it computes, the STAGES - 1 tiles behind are on their way
 // to its shared memory. Tokens and latent dims are the rows of the products and heads their columns, of which a tile has
 // eight: few heads leave none of it empty. Scores: two warps for the tokens, times four for the dims. Softmax: a warp a
 // head. Result: a warp 64 dims.
 //
-// LAYOUT: 0 bf16, 1 fp8_packed, 2 fp8; HEAD_TILES: of eight heads; STAGES; SAVED: softmax states that a block can put
-// aside; BLOCKS_PER_SM.
+// LAYOUT: 0 bf16, 1 fp8_packed, 2 fp8; HEAD_TILES: of eight heads; STAGES; BLOCKS_PER_SM.
 
 #ifndef SPARSE_MLA_HOST
 
@@ -120,8 +119,9 @@ constexpr int SHARES = 4;   // warps that add up the score of a token
 constexpr int LATENT = 512;
 constexpr int WIDTH = LATENT + 64;
 constexpr int STEPS = WIDTH / 16 / SHARES;
-constexpr int WIDE = 2 * WIDTH;  // bytes of a token that is ready for the products
-constexpr int STORED = LAYOUT == BF16 ? WIDE : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;
+constexpr int STORED = LAYOUT == BF16 ? 2 * WIDTH : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;  // bytes of a token
+constexpr int WIDE = 2 * WIDTH + 16;  // from token to token, ready for the products: eight lie in different banks
+constexpr int PITCH = LAYOUT == BF16 ? WIDE : STORED;
 constexpr int HEADS = 8 * HEAD_TILES;
 constexpr int SCORE_PITCH = TILE + 4;  // as RESULT_PITCH: eight heads lie in different banks
 constexpr int RESULT_PITCH = LATENT + 4;
@@ -134,14 +134,14 @@ struct State {
 };
 
 struct Shared {
-    unsigned char stages[STAGES][TILE * STORED];  // of the first: the row's state, in the end
+    unsigned char stages[STAGES][TILE * PITCH];  // of the first: the row's state, in the end
     unsigned char wide[LAYOUT == BF16 ? 16 : TILE * WIDE];
     float scores[SHARES][HEADS][SCORE_PITCH];  // the weights, bfloat16, in place of the first share
     float shrink[HEADS];
     float2 fold[HEADS];
     unsigned long long full[STAGES];
     int live[STAGES][TILE];
-    State saved[SAVED];  // of the first half, or of the parts where more than two blocks share the row
+    alignas(16) State saved;  // of the first half of a row, or of the part where eight blocks share it
 };
 
 struct Arguments {
@@ -169,10 +169,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 }
 __device__ __forceinline__ float anchor_of(float peak) { return peak == NOTHING ? 0.0f : peak; }
 
-// Where 16-byte piece ``piece`` of a token of a wide tile lies: those of a column of eight tokens in different banks.
-__device__ __forceinline__ int place(int token, int piece) {
-    return token * WIDE + (piece >> 3) * 128 + ((piece ^ token) & 7) * 16;
-}
+// Where 16-byte piece ``piece`` of a token of a wide tile lies.
+__device__ __forceinline__ int place(int token, int piece) { return token * WIDE + 16 * piece; }
 
 // 16 float8 codes times a factor, as the two pieces from ``piece``.
 __device__ __forceinline__ void widen(unsigned char* tile, const uint4& codes, int token, int piece, float factor,
@@ -246,10 +244,15 @@ struct Merged {
 __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     Shared& s = *reinterpret_cast<Shared*>(dynamic_shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const unsigned blocks = cluster_size(), rank = cluster_rank();
+    unsigned blocks = cluster_size();
+    const unsigned rank = cluster_rank();
     const long long row = blockIdx.x / blocks;
     const int length = min(a.select_lens[row], a.k);
     const int each = PARTS / blocks * a.part, begin = rank * each;
+    if (length <= each) {  // the first block has all of it
+        if (rank) return;
+        blocks = 1;
+    }
     const int tiles = (max(min(length - begin, each), 0) + TILE - 1) / TILE;
 
     // Eight threads fetch a token. bf16: each of them copies pieces; else one lets the engine copy it, which takes the
@@ -264,17 +267,17 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             if (begin + tile * TILE + my_token == 0) slot = max(slot, 0);  // not where it is loaded: that would wait
             const int stage = tile % STAGES;
             const unsigned char* from = a.cache + (long long)max(slot, 0) * STORED;
+            unsigned char* to = s.stages[stage] + my_token * PITCH;
             if (sub == 0) s.live[stage][my_token] = slot >= 0;
             // Zeros where there is no token: weights of zero do not hide what may be NaN.
             if (LAYOUT == BF16) {
+                from += 16 * sub;
+                to += 16 * sub;
 #pragma unroll
-                for (int i = 0; i < STORED / 128; ++i) {
-                    const int piece = sub + 8 * i;
-                    copy_async(s.stages[stage] + place(my_token, piece), from + 16 * piece, slot >= 0);
-                }
+                for (int i = 0; i < STORED / 128; ++i) copy_async(to + 128 * i, from + 128 * i, slot >= 0);
             } else {
-                unsigned char* to = s.stages[stage] + my_token * STORED;
                 if (slot < 0) {
+#pragma unroll 1
                     for (int piece = sub; piece < STORED / 16; piece += 8) {
                         reinterpret_cast<uint4*>(to)[piece] = make_uint4(0, 0, 0, 0);
                     }
@@ -324,7 +327,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
 
     const int tiles_of_part = a.part / TILE;
     int left = tiles_of_part, part = 0;
-    float4* aside = reinterpret_cast<float4*>(s.saved) + threadIdx.x;  // what this thread has of the first half
+    float4* aside = reinterpret_cast<float4*>(&s.saved) + threadIdx.x;  // what this thread has of the first half
     // all_sums, from the old and the fresh with the factors of each head.
     auto fold_sums = [&](auto old_of, auto fresh_of) {
         __syncthreads();
@@ -355,10 +358,9 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         // Three chains of sums: one alone would wait for itself.
         float score[3][HEAD_TILES][4] = {};
         unsigned fragments[STEPS][4];
+        const unsigned char* mine = tokens + place(16 * half + lane % 16, 2 * share * STEPS + lane / 16);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-            load_tiles(fragments[step], tokens + place(16 * half + lane % 16, 2 * (share * STEPS + step) + lane / 16));
-        }
+        for (int step = 0; step < STEPS; ++step) load_tiles(fragments[step], mine + place(0, 2 * step));
         fetch(tile + STAGES - 1, slot);
         slot = load_slot(tile + STAGES);
 #pragma unroll
@@ -379,12 +381,12 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
             const int head = 8 * n + warp;
-            float mine = s.scores[0][head][lane];
+            float x = s.scores[0][head][lane];
 #pragma unroll
-            for (int i = 1; i < SHARES; ++i) mine += s.scores[i][head][lane];
-            mine = live ? mine * a.scale : NOTHING;
-            const float raised = fmaxf(peak[n], warp_max(mine)), anchor = anchor_of(raised);
-            const float weight = power_of_two(mine - anchor), shrink = power_of_two(peak[n] - anchor);
+            for (int i = 1; i < SHARES; ++i) x += s.scores[i][head][lane];
+            x = live ? x * a.scale : NOTHING;
+            const float raised = fmaxf(peak[n], warp_max(x)), anchor = anchor_of(raised);
+            const float weight = power_of_two(x - anchor), shrink = power_of_two(peak[n] - anchor);
             total[n] = __fmaf_rn(total[n], shrink, weight);
             peak[n] = raised;
             // Of every two lanes one writes both; warp_max has let all lanes read their scores.
@@ -410,14 +412,12 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
                 for (int i = 0; i < 4; ++i) sums[m][n][i] *= i % 2 ? shrinks[n].y : shrinks[n].x;
             }
         }
+        mine = tokens + place(lane / 16 * 8 + lane % 8, 8 * warp + lane / 8 % 2);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             unsigned fragments[4][4];
-            const int token = 16 * step + lane / 16 * 8 + lane % 8;
 #pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                load_transposed(fragments[m], tokens + place(token, 8 * warp + 2 * m + lane / 8 % 2));
-            }
+            for (int m = 0; m < 4; ++m) load_transposed(fragments[m], mine + place(16 * step, 2 * m));
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
 #pragma unroll
@@ -429,7 +429,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) total[n] = warp_sum(total[n]);
         if (blocks > 2) {
-            State& state = s.saved[part];
+            State& state = s.saved;
             store_sums(state, sums);
 #pragma unroll
             for (int n = 0; n < HEAD_TILES; ++n) {
@@ -482,20 +482,19 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     }
 
     // Merge what the blocks have; each block writes its share of the dims.
-    State* states = s.saved;
+    State* state = &s.saved;
     if (blocks <= 2) {
-        states = reinterpret_cast<State*>(s.stages);
+        state = reinterpret_cast<State*>(s.stages);
         __syncthreads();  // the stages are free
-        store_sums(*states, all_sums);
+        store_sums(*state, all_sums);
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) {
-            if (lane == 0) states->peak[8 * n + warp] = all[n].peak, states->total[8 * n + warp] = all[n].total;
+            if (lane == 0) state->peak[8 * n + warp] = all[n].peak, state->total[8 * n + warp] = all[n].total;
         }
     }
     if (blocks > 1) cluster_barrier();
     else __syncthreads();
-    const int states_each = blocks > 2 ? PARTS / blocks : 1, of_half = blocks > 2 ? PARTS / 2 : 1;
-    const int tokens_each = each / states_each, found = (length + tokens_each - 1) / tokens_each;
+    const int of_half = blocks > 2 ? PARTS / 2 : 1, found = blocks > 1 ? (length + each - 1) / each : 1;
     const int pairs = LATENT / 2 / blocks;
     for (int i = threadIdx.x; i < pairs * a.heads; i += THREADS) {
         const int head = i / pairs, pair = rank * pairs + i % pairs;
@@ -505,12 +504,10 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             Merged half;
             float half_low = 0.0f, half_high = 0.0f;
             for (const int end = min(p + of_half, found); p < end; ++p) {
-                const State& state = states[p % states_each];
-                const unsigned from = p / states_each;
-                auto load = [&](const float& x) { return blocks > 1 ? load_of(from, &x) : x; };
-                half.add(load(state.peak[head]), load(state.total[head]));
-                half_low = __fmaf_rn(half_low, half.old, load(state.sums[head][2 * pair]) * half.fresh);
-                half_high = __fmaf_rn(half_high, half.old, load(state.sums[head][2 * pair + 1]) * half.fresh);
+                auto load = [&](const float& x) { return blocks > 1 ? load_of(p, &x) : x; };
+                half.add(load(state->peak[head]), load(state->total[head]));
+                half_low = __fmaf_rn(half_low, half.old, load(state->sums[head][2 * pair]) * half.fresh);
+                half_high = __fmaf_rn(half_high, half.old, load(state->sums[head][2 * pair + 1]) * half.fresh);
             }
             merged.add(half.peak, half.total);
             low = __fmaf_rn(low, merged.old, half_low * merged.fresh);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -15,7 +15,7 @@ PARTS = 8  # of a row's selection, merged in order
 TILE = 32  # tokens
 MAX_HEADS = 16
 _THREADS = 256
-_STORED = (1152, 656, 576)  # bytes of a token
+_PITCH = (1168, 656, 576)  # bytes from token to token
 _SM_SHARED = 228 << 10  # bytes, of which a block takes 1 KiB more than it says
 
 
@@ -24,10 +24,9 @@ class Tuning:
     """How sparse_mla.cu is built; the names are its macros in lower case."""
 
     layout: int
-    head_tiles: int = 1
+    head_tiles: int
+    blocks_per_sm: int
     stages: int = 2
-    saved: int = 1
-    blocks_per_sm: int = 2
 
     @property
     def macros(self) -> list[str]:
@@ -37,17 +36,16 @@ class Tuning:
     def shared(self) -> int:
         """Bytes of ``struct Shared``."""
         heads = 8 * self.head_tiles
-        wide = TILE * 1152 if self.layout else 16
+        stage = TILE * (_PITCH[self.layout] + 4) + 8
+        wide = TILE * _PITCH[0] if self.layout else 16
         scores = 4 * 4 * heads * (TILE + 4)
         state = 4 * heads * (512 + 4 + 2)
-        return self.stages * (TILE * (_STORED[self.layout] + 4) + 8) + wide + scores + 12 * heads + self.saved * state
+        return self.stages * stage + wide + scores + 12 * heads + state
 
 
-def tuning_of(layout: str, heads: int, blocks: int) -> Tuning:
-    """What serves rows of ``heads`` heads, each shared by ``blocks`` blocks."""
-    found = Tuning(LAYOUTS.index(layout), -(-heads // 8), saved=2 if blocks == 4 else 1)
-    fits = found.head_tiles == 1 and 2 * (found.shared + 1024) <= _SM_SHARED
-    return found if fits else replace(found, blocks_per_sm=1)
+def tuning_of(layout: str, heads: int) -> Tuning:
+    """What serves rows of ``heads`` heads."""
+    return Tuning(LAYOUTS.index(layout), 1, 2) if heads <= 8 else Tuning(LAYOUTS.index(layout), 2, 1)
 
 
 def part_of(k: int) -> int:
@@ -55,12 +53,10 @@ def part_of(k: int) -> int:
     return -(-k // (PARTS * TILE)) * TILE
 
 
-def blocks_of_a_row(rows: int, layout: str, heads: int, multiprocessors: int) -> int:
+def blocks_of_a_row(rows: int, heads: int, multiprocessors: int) -> int:
     """How many blocks share each row: as many as there is room for at once."""
-    for blocks in (8, 4, 2):
-        if blocks * rows <= multiprocessors * tuning_of(layout, heads, blocks).blocks_per_sm:
-            return blocks
-    return 1
+    room = multiprocessors * tuning_of("bf16", heads).blocks_per_sm
+    return next((blocks for blocks in (8, 2) if blocks * rows <= room), 1)
 
 
 def build(capability: tuple[int, int], tuning: Tuning) -> bytes:
@@ -79,7 +75,7 @@ def kernel(device: int, tuning: Tuning) -> CudaKernel:
 @functools.cache
 def missing_on(device: int) -> str | None:
     """Why the kernel cannot run on this device, or None; logged once."""
-    return obstacle("sparse MLA", device, lambda index: kernel(index, Tuning(0)))
+    return obstacle("sparse MLA", device, lambda index: kernel(index, tuning_of("bf16", 8)))
 
 
 def missing() -> str | None:
@@ -141,9 +137,9 @@ def launch(
         return
     device = q.get_device()
     if blocks is None:
-        blocks = blocks_of_a_row(rows, layout, heads, _multiprocessors(device))
+        blocks = blocks_of_a_row(rows, heads, _multiprocessors(device))
     if tuning is None:
-        tuning = tuning_of(layout, heads, blocks)
+        tuning = tuning_of(layout, heads)
     kernel(device, tuning).launch(
         rows * blocks, arguments(q, cache, topk, select_lens, out, sm_scale), blocks
     )

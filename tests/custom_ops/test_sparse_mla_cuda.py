@@ -25,7 +25,7 @@ from tests.custom_ops.test_sparse_mla import LAYOUTS, SLOTS, arguments, assert_n
 
 ROOT = Path(__file__).parent.parent.parent
 ON_GPU = s.DEVICE == "cuda"
-BLOCKS = (1, 2, 4, 8)
+BLOCKS = (1, 2, 8)
 BY_ROW = ("q", "topk", "select_lens", "out")
 
 needs_kernel = pytest.mark.skipif(
@@ -53,7 +53,7 @@ def run(args: dict, blocks: int = 1, seed: int = 0) -> torch.Tensor:
     if ON_GPU:
         mla.launch(*(args | {"out": out[:rows]}).values(), blocks=blocks)
     elif rows:
-        tuning = mla.tuning_of(args["layout"], heads, blocks)
+        tuning = mla.tuning_of(args["layout"], heads)
         fields = mla.arguments(*(args[name] for name in ("q", "cache", "topk", "select_lens")), out, args["sm_scale"])
         launch = library(tuning).sparse_mla_on_host
         launch.restype = ctypes.c_bool
@@ -147,23 +147,20 @@ def test_scores_do_not_overflow() -> None:
 
 
 def test_blocks_of_a_row() -> None:
-    counts = [mla.blocks_of_a_row(rows, "bf16", 8, 132) for rows in (1, 33, 34, 66, 67, 132, 133, 5000)]
-    assert counts == [8, 8, 4, 4, 2, 2, 1, 1]
+    counts = [mla.blocks_of_a_row(rows, 8, 132) for rows in (1, 33, 34, 132, 133, 5000)]
+    assert counts == [8, 8, 2, 2, 1, 1]
+    assert [mla.blocks_of_a_row(rows, 16, 132) for rows in (16, 17, 66, 67)] == [8, 2, 2, 1]
     for layout in LAYOUTS:
         for heads in (1, 8, 9, 16):
-            for rows in (1, 20, 50, 100, 5000):
-                blocks = mla.blocks_of_a_row(rows, layout, heads, 132)
-                tuning = mla.tuning_of(layout, heads, blocks)
-                assert tuning.blocks_per_sm * (tuning.shared + 1024) <= 228 << 10
-                assert blocks == 1 or blocks * rows <= 132 * tuning.blocks_per_sm
-                assert blocks <= 2 or tuning.saved >= mla.PARTS // blocks
+            tuning = mla.tuning_of(layout, heads)
+            assert tuning.blocks_per_sm * (tuning.shared + 1024) <= 228 << 10
 
 
 @needs_kernel
 @pytest.mark.skipif(ON_GPU, reason="of the code on the host")
 def test_shared_memory_is_counted_right() -> None:
-    for layout, heads, blocks in (("bf16", 8, 1), ("fp8_packed", 8, 4), ("fp8", 16, 1)):
-        tuning = mla.tuning_of(layout, heads, blocks)
+    for layout, heads in (("bf16", 8), ("fp8_packed", 8), ("fp8", 16)):
+        tuning = mla.tuning_of(layout, heads)
         assert library(tuning).shared_bytes() == tuning.shared
 
 
@@ -190,9 +187,8 @@ def test_compiles(capability: tuple[int, int], layout: int) -> None:
         _nvrtc()
     except CudaError as error:
         pytest.skip(f"no NVRTC: {error}")
-    for heads, blocks in ((8, 1), (16, 4)):
-        tuning = mla.tuning_of(LAYOUTS[layout], heads, blocks)
-        assert mla.build(capability, tuning)[:4] == b"\x7fELF"
+    for heads in (8, 16):
+        assert mla.build(capability, mla.tuning_of(LAYOUTS[layout], heads))[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu
