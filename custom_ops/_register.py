@@ -137,8 +137,9 @@ class Op:
 
     def regime(self, sm_count: int) -> int:
         """The largest row regime of the op and of the providers that this machine has; 0 where there is none."""
-        declared = [self.row_regime, *(p.row_regime for p in self.providers.values() if p.missing() is None)]
-        return max((rows(sm_count) for rows in declared if rows is not None), default=0)
+        # Whether one is missing is asked only of those that declare any: it may take a compilation to know.
+        declared = [p.row_regime for p in self.providers.values() if p.row_regime is not None and p.missing() is None]
+        return max((rows(sm_count) for rows in (self.row_regime, *declared) if rows is not None), default=0)
 
     def choose(self, *args: Any, **kwargs: Any) -> str:
         """The name of the provider that serves these arguments: a forced one, else the first preferred that can.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from custom_ops import trtllm_mla, vendor
+from custom_ops import sparse_mla_cuda, trtllm_mla, vendor
 from custom_ops._checks import E4M3, FLOATS, check_range, check_tensor
 from custom_ops._register import Provider, define, require
 from custom_ops.sparse_mla_kernels import LATENT, PACKED_BYTES, ROPE, ROW, launch_sparse_mla
@@ -105,6 +105,9 @@ SPARSE_MLA = define(
     check=_check,
     providers={
         "triton": Provider(launch_sparse_mla),
+        "cuda": Provider(
+            sparse_mla_cuda.launch, sparse_mla_cuda.refuses, sparse_mla_cuda.missing, sparse_mla_cuda.slower
+        ),
         "flash_mla": Provider(
             vendor.flash_mla, vendor.flash_mla_supports, vendor.flash_mla_missing, vendor.flash_mla_slower
         ),
@@ -112,7 +115,7 @@ SPARSE_MLA = define(
             trtllm_mla.run, trtllm_mla.supports, trtllm_mla.missing, row_regime=trtllm_mla.row_regime
         ),
     },
-    preference=("flash_mla", "trtllm", "triton"),
+    preference=("cuda", "flash_mla", "trtllm", "triton"),
     rows=("q", "topk", "select_lens", "out"),
 )
 

@@ -1,0 +1,153 @@
+"""The CUDA C++ kernel of ``sparse_mla`` for few heads (sparse_mla.cu): compiled at first use, launched."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
+
+ARGUMENTS = "PPPPPfiii"  # struct Arguments
+LAYOUTS = ("bf16", "fp8_packed", "fp8")
+PARTS = 8  # of a row's selection, merged in order
+TILE = 32  # tokens
+MAX_HEADS = 16
+_THREADS = 256
+_PITCH = (1168, 656, 576)  # bytes from token to token
+_SM_SHARED = 228 << 10  # bytes, of which a block takes 1 KiB more than it says
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How sparse_mla.cu is built; the names are its macros in lower case."""
+
+    layout: int
+    head_tiles: int
+    blocks_per_sm: int
+    stages: int = 2
+
+    @property
+    def macros(self) -> list[str]:
+        return [*(f"-D{name.upper()}={value}" for name, value in vars(self).items()), "--fmad=false"]
+
+    @property
+    def shared(self) -> int:
+        """Bytes of ``struct Shared``."""
+        heads = 8 * self.head_tiles
+        stage = TILE * (_PITCH[self.layout] + 4) + 8
+        wide = TILE * _PITCH[0] if self.layout else 16
+        scores = 4 * 4 * heads * (TILE + 4)
+        state = 4 * heads * (512 + 4 + 2)
+        return self.stages * stage + wide + scores + 12 * heads + state
+
+
+def tuning_of(layout: str, heads: int) -> Tuning:
+    """What serves rows of ``heads`` heads."""
+    return Tuning(LAYOUTS.index(layout), 1, 2) if heads <= 8 else Tuning(LAYOUTS.index(layout), 2, 1)
+
+
+def part_of(k: int) -> int:
+    """Tokens of a part, of rows that select up to ``k``."""
+    return -(-k // (PARTS * TILE)) * TILE
+
+
+def blocks_of_a_row(rows: int, heads: int, multiprocessors: int) -> int:
+    """How many blocks share each row: as many as there is room for at once."""
+    room = multiprocessors * tuning_of("bf16", heads).blocks_per_sm
+    return next((blocks for blocks in (8, 2) if blocks * rows <= room), 1)
+
+
+def build(capability: tuple[int, int], tuning: Tuning) -> bytes:
+    """The cubin for one GPU architecture. Raises CudaError."""
+    source, _ = sources("sparse_mla.cu")
+    return compile_cuda(source, "sparse_mla.cu", capability, tuning.macros)
+
+
+@functools.cache
+def kernel(device: int, tuning: Tuning) -> CudaKernel:
+    """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
+    cubin = build(torch.cuda.get_device_capability(device), tuning)
+    return CudaKernel(cubin, "sparse_mla_rows", device, _THREADS, tuning.shared, ARGUMENTS)
+
+
+@functools.cache
+def missing_on(device: int) -> str | None:
+    """Why the kernel cannot run on this device, or None; logged once."""
+    return obstacle("sparse MLA", device, lambda index: kernel(index, tuning_of("bf16", 8)))
+
+
+def missing() -> str | None:
+    """Why the kernel cannot run on the current device, or None."""
+    if not torch.cuda.is_available():
+        return "there is no CUDA device"
+    return missing_on(torch.cuda.current_device())
+
+
+def refuses(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    topk: torch.Tensor,
+    select_lens: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+    layout: str,
+) -> str | None:
+    """Why the kernel does not serve these arguments, or None."""
+    if q.dtype != torch.bfloat16 or (layout == "bf16" and cache.dtype != torch.bfloat16):
+        return "takes bfloat16 queries, and rows of bfloat16 or float8"
+    if q.shape[1] > MAX_HEADS:
+        return f"takes up to {MAX_HEADS} heads, not {q.shape[1]}"
+    if cache.data_ptr() % 16:
+        return "takes a cache that begins at a multiple of 16 bytes"
+    if not q.is_cuda:
+        return "q is not on a CUDA device"
+    return missing_on(q.get_device())
+
+
+def slower(q: torch.Tensor, *rest: object) -> str | None:
+    """Only on sm_90 is it known to be the fastest."""
+    major, minor = torch.cuda.get_device_capability(q.device)
+    return None if major == 9 else f"not measured on sm_{major}{minor}"
+
+
+@functools.cache
+def _multiprocessors(device: int) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def launch(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    topk: torch.Tensor,
+    select_lens: torch.Tensor,
+    out: torch.Tensor,
+    sm_scale: float,
+    layout: str,
+    blocks: int | None = None,
+    tuning: Tuning | None = None,
+) -> None:
+    """``sparse_mla`` for what ``refuses`` lets through; blocks: that share a row, None: as fits.
+
+    Raises CudaError where the launch is refused.
+    """
+    rows, heads = q.shape[:2]
+    if rows == 0:
+        return
+    device = q.get_device()
+    if blocks is None:
+        blocks = blocks_of_a_row(rows, heads, _multiprocessors(device))
+    if tuning is None:
+        tuning = tuning_of(layout, heads)
+    kernel(device, tuning).launch(
+        rows * blocks, arguments(q, cache, topk, select_lens, out, sm_scale), blocks
+    )
+
+
+def arguments(
+    q: torch.Tensor, cache: torch.Tensor, topk: torch.Tensor, select_lens: torch.Tensor, out: torch.Tensor, scale: float
+) -> tuple[int | float, ...]:
+    """The fields of ``struct Arguments``."""
+    pointers = [t.data_ptr() for t in (q, cache, topk, select_lens, out)]
+    return (*pointers, scale * 1.4426950408889634, topk.shape[1], q.shape[1], part_of(topk.shape[1]))

@@ -1,0 +1,211 @@
+"""The CUDA C++ kernel of sparse MLA: its code runs here as C++ on the CPU, every thread of a block a fiber; copies are
+made when they are waited for, never before."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import shutil
+import struct
+import subprocess
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given, settings
+
+import custom_ops
+from custom_ops import sparse_mla_cuda as mla
+from custom_ops._nvrtc import CudaError, _nvrtc
+from custom_ops._register import OPS, use_provider
+from tests.custom_ops import strategies as s
+from tests.custom_ops.test_sparse_mla import LAYOUTS, SLOTS, arguments, assert_near, cache_of, formula
+
+ROOT = Path(__file__).parent.parent.parent
+ON_GPU = s.DEVICE == "cuda"
+BLOCKS = (1, 2, 8)
+BY_ROW = ("q", "topk", "select_lens", "out")
+
+needs_kernel = pytest.mark.skipif(
+    not ON_GPU and shutil.which("g++") is None, reason="needs g++, or a GPU"
+)
+
+
+@functools.cache
+def library(tuning: mla.Tuning) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        target = f"{folder}/sparse_mla.so"
+        # Fibers jump between stacks, which checked library functions take for an error.
+        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
+        command = ["g++", *options, f"-I{ROOT}", *tuning.macros[:-1], "-o", target]
+        command.append(str(Path(__file__).parent / "sparse_mla_host.cpp"))
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return ctypes.CDLL(target)
+
+
+def run(args: dict, blocks: int = 1, seed: int = 0) -> torch.Tensor:
+    """What the kernel writes, where ``blocks`` blocks share a row; a row behind the last must stay as it was."""
+    rows, heads = args["q"].shape[:2]
+    out = torch.full((rows + 1, heads, 512), torch.nan, dtype=torch.bfloat16, device=s.DEVICE)
+    if ON_GPU:
+        mla.launch(*(args | {"out": out[:rows]}).values(), blocks=blocks)
+    elif rows:
+        tuning = mla.tuning_of(args["layout"], heads)
+        fields = mla.arguments(*(args[name] for name in ("q", "cache", "topk", "select_lens")), out, args["sm_scale"])
+        launch = library(tuning).sparse_mla_on_host
+        launch.restype = ctypes.c_bool
+        assert launch(struct.pack("@" + mla.ARGUMENTS, *fields), rows, blocks, seed), "behind the shared memory"
+    assert out[rows].isnan().all()
+    return out[:rows]
+
+
+def selections(lens: list[int], heads: int, k: int, layout: str, seed: int) -> dict:
+    """As ``arguments``, with slots that may come twice: there are fewer than k."""
+    args = arguments([0] * len(lens), heads, k, layout, seed=seed)
+    for row, length in enumerate(lens):
+        args["topk"][row, :length] = s.integers(SLOTS, length, seed + row).int()
+    args["select_lens"] = torch.tensor(lens, dtype=torch.int32, device=s.DEVICE)
+    return args
+
+
+# Lengths about tiles of 32 and parts: of 600, a part is 96 tokens; of 40, it is one tile.
+@needs_kernel
+@settings(max_examples=40)
+@given(
+    lens=st.lists(st.sampled_from((0, 1, 31, 32, 33, 95, 96, 97, 500, 600)), min_size=1, max_size=3),
+    k=st.sampled_from((1, 40, 256, 600)),
+    heads=st.sampled_from((1, 5, 8, 9, 16)),
+    layout=st.sampled_from(LAYOUTS),
+    blocks=st.sampled_from(BLOCKS),
+    holes=st.booleans(),
+    seed=s.seeds,
+)
+def test_is_the_formula(
+    lens: list[int], k: int, heads: int, layout: str, blocks: int, holes: bool, seed: int
+) -> None:
+    lens = [min(length, k) for length in lens]
+    args = selections(lens, heads, k, layout, seed)
+    if holes:  # -1 in first place is slot 0, elsewhere nothing; a whole tile of them too
+        args["topk"][:, 0] = -1
+        args["topk"][:, 3::4] = -1
+        args["topk"][:, 64:128] = -1
+    assert_near(run(args, blocks, seed), formula(args, cache_of(layout, seed=seed)[1]))
+
+
+@needs_kernel
+@pytest.mark.parametrize("heads", [8, 16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whoever_shares_a_row_the_bits_are_the_same(layout: str, heads: int) -> None:
+    args = selections([600, 0, 96, 577, 1], heads, 600, layout, 3)
+    args["topk"][0, 100:300] = -1
+    whole = run(args)
+    for blocks in BLOCKS:
+        s.assert_bitwise(run(args, blocks, seed=blocks), whole)
+    for part in (slice(0, 1), slice(2, 4)):
+        some = args | {name: args[name][part].contiguous() for name in BY_ROW}
+        s.assert_bitwise(run(some), whole[part])
+    args["q"][3] = torch.nan
+    got = run(args)
+    assert got[3].isnan().all()
+    got[3] = whole[3]
+    s.assert_bitwise(got, whole)
+
+
+@needs_kernel
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_is_not_selected_does_not_matter(layout: str, blocks: int) -> None:
+    args = selections([200, 0, 7], 8, 300, layout, 5)
+    args["topk"][args["topk"] % 3 == 0] = -1
+    args["topk"][:, 0] = 4
+    clean = run(args, blocks)
+    chosen = {int(i) for row, n in zip(args["topk"], [200, 0, 7], strict=True) for i in row[:n] if i >= 0}
+    others = [i for i in range(SLOTS) if i not in chosen]
+    args["cache"].view(torch.uint8)[others] = 0xFF  # NaN in every layout
+    s.assert_bitwise(run(args, blocks), clean)
+
+
+@needs_kernel
+def test_what_is_selected_is_not_hidden() -> None:
+    args = selections([40, 40], 8, 40, "bf16", 1)
+    args["topk"][0] = args["topk"][0].clamp(min=1)
+    args["topk"][1, 5] = 0
+    args["cache"][0] = torch.nan
+    got = run(args)
+    assert not got[0].isnan().any()
+    assert got[1].isnan().all()
+
+
+@needs_kernel
+def test_scores_do_not_overflow() -> None:
+    args = selections([600, 300], 8, 600, "bf16", 2) | {"sm_scale": 1e4}
+    args["topk"][0] = args["topk"][0].sort().values
+    assert_near(run(args), formula(args, cache_of("bf16", seed=2)[1]))
+
+
+def test_blocks_of_a_row() -> None:
+    counts = [mla.blocks_of_a_row(rows, 8, 132) for rows in (1, 33, 34, 132, 133, 5000)]
+    assert counts == [8, 8, 2, 2, 1, 1]
+    assert [mla.blocks_of_a_row(rows, 16, 132) for rows in (16, 17, 66, 67)] == [8, 2, 2, 1]
+    for layout in LAYOUTS:
+        for heads in (1, 8, 9, 16):
+            tuning = mla.tuning_of(layout, heads)
+            assert tuning.blocks_per_sm * (tuning.shared + 1024) <= 228 << 10
+
+
+@needs_kernel
+@pytest.mark.skipif(ON_GPU, reason="of the code on the host")
+def test_shared_memory_is_counted_right() -> None:
+    for layout, heads in (("bf16", 8), ("fp8_packed", 8), ("fp8", 16)):
+        tuning = mla.tuning_of(layout, heads)
+        assert library(tuning).shared_bytes() == tuning.shared
+
+
+def test_refusals_say_why() -> None:
+    args = arguments([3, 4], heads=8)
+    why = lambda change: str(mla.refuses(*(args | change).values()))  # noqa: E731
+    for change in ({"q": args["q"].half()}, {"cache": args["cache"].half()}):
+        assert "bfloat16 queries" in why(change)
+    assert "up to 16 heads, not 17" in why({"q": args["q"].repeat(1, 3, 1)[:, :17]})
+    odd = torch.zeros(576 * 8 + 1, dtype=torch.bfloat16, device=s.DEVICE)[1:].view(8, 576)
+    assert "multiple of 16 bytes" in why({"cache": odd})
+    if not ON_GPU:
+        assert "not on a CUDA device" in why({})
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in str(mla.missing())
+        with use_provider("sparse_mla", "cuda"), pytest.raises(RuntimeError, match="no CUDA device"):
+            custom_ops.sparse_mla(**args)
+
+
+@pytest.mark.parametrize("layout", range(3))
+@pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
+def test_compiles(capability: tuple[int, int], layout: int) -> None:
+    try:
+        _nvrtc()
+    except CudaError as error:
+        pytest.skip(f"no NVRTC: {error}")
+    for heads in (8, 16):
+        assert mla.build(capability, mla.tuning_of(LAYOUTS[layout], heads))[:4] == b"\x7fELF"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [1, 30, 60, 100, 300])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_as_a_provider(layout: str, rows: int) -> None:
+    """Long rows on the GPU, by as many blocks as the number of rows asks for, captured too."""
+    args = selections([2048] * rows, 8, 2048, layout, rows)
+    args["select_lens"] = s.integers(2049, rows, rows).int()
+    want = s.call("sparse_mla", "reference", args), args["out"].clone()
+    assert s.call("sparse_mla", "cuda", args) is None
+    assert_near(args["out"], want[1].double())
+    first = args["out"].clone()
+    s.assert_bitwise(run(args), first)
+    args["out"].fill_(torch.nan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), use_provider("sparse_mla", "cuda"):
+        OPS["sparse_mla"].body(*args.values())
+    graph.replay()
+    s.assert_bitwise(args["out"], first)
