@@ -9,140 +9,7 @@
 //
 // LAYOUT: 0 bf16, 1 fp8_packed, 2 fp8; HEAD_TILES: of eight heads; STAGES; BLOCKS_PER_SM.
 
-#ifndef SPARSE_MLA_HOST
-
-__device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-// Copies 16 bytes to shared memory, or puts zeros there.
-__device__ __forceinline__ void copy_async(void* target, const void* source, bool there) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
-                 :: "r"(shared_address(target)), "l"(source), "r"(there ? 16 : 0) : "memory");
-}
-__device__ __forceinline__ void close_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int N>
-__device__ __forceinline__ void await_copies() { asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory"); }
-
-// A barrier of shared memory that ``arrivals`` threads complete, together with the bytes that they announce.
-__device__ __forceinline__ void set_up(unsigned long long* barrier, int arrivals) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(barrier)), "r"(arrivals) : "memory");
-    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-}
-__device__ __forceinline__ void announce(unsigned long long* barrier, int bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [%0], %1;"
-                 :: "r"(shared_address(barrier)), "r"(bytes) : "memory");
-}
-__device__ __forceinline__ void await(unsigned long long* barrier, int parity) {
-    asm volatile("{ .reg .pred done;\n\t"
-                 "again: mbarrier.try_wait.parity.acquire.cta.shared::cta.b64 done, [%0], %1;\n\t"
-                 "@!done bra again; }" :: "r"(shared_address(barrier)), "r"(parity) : "memory");
-}
-// Copies to shared memory by the engine that counts on the barrier.
-__device__ __forceinline__ void copy_bulk(void* target, const void* source, int bytes, unsigned long long* barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-                 :: "r"(shared_address(target)), "l"(source), "r"(bytes), "r"(shared_address(barrier)) : "memory");
-}
-// What was written before comes before what that engine writes later.
-__device__ __forceinline__ void order_before_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
-// Four 8x8 tiles of 16-bit elements; lane i gives where row i % 8 of tile i / 8 begins.
-__device__ __forceinline__ void load_tiles(unsigned (&a)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
-}
-__device__ __forceinline__ void load_transposed(unsigned (&a)[4], const void* row) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(a[0]), "=r"(a[1]), "=r"(a[2]), "=r"(a[3]) : "r"(shared_address(row)) : "memory");
-}
-
-// c [16, 8] += a [16, 16] @ b [16, 8]
-__device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-                 "{%0, %1, %2, %3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-__device__ __forceinline__ float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-// Two floats rounded to bfloat16.
-__device__ __forceinline__ unsigned narrowed(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
-// The lower two of four e4m3.
-__device__ __forceinline__ float2 widened_e4m3(unsigned codes) {
-    float2 both;
-    asm("{ .reg .b16 low, high; .reg .b32 pair; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 pair, low;\n\t"
-        "mov.b32 {low, high}, pair; cvt.f32.f16 %0, low; cvt.f32.f16 %1, high; }"
-        : "=f"(both.x), "=f"(both.y) : "r"(codes));
-    return both;
-}
-
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ unsigned cluster_size() {
-    unsigned size;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-}
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// What lies at ``mine`` in another block of the cluster.
-__device__ __forceinline__ float load_of(unsigned rank, const float* mine) {
-    float x;
-    asm volatile("{ .reg .b32 there; mapa.shared::cluster.u32 there, %1, %2; ld.shared::cluster.f32 %0, [there]; }"
-                 : "=f"(x) : "r"(shared_address(mine)), "r"(rank) : "memory");
-    return x;
-}
-
-#define dynamic_shared sparse_mla_shared
-extern __shared__ __align__(128) unsigned char sparse_mla_shared[];
-
-#endif  // SPARSE_MLA_HOST
-
-constexpr unsigned ALL = 0xffffffffu;
-constexpr int BF16 = 0, PACKED = 1;
-constexpr int THREADS = 256;
-constexpr int PARTS = 8;
-constexpr int TILE = 32;    // tokens
-constexpr int SHARES = 4;   // warps that add up the score of a token
-constexpr int LATENT = 512;
-constexpr int WIDTH = LATENT + 64;
-constexpr int STEPS = WIDTH / 16 / SHARES;
-constexpr int STORED = LAYOUT == BF16 ? 2 * WIDTH : LAYOUT == PACKED ? LATENT + 16 + 128 : WIDTH;  // bytes of a token
-constexpr int WIDE = 2 * WIDTH + 16;  // from token to token, ready for the products: eight lie in different banks
-constexpr int PITCH = LAYOUT == BF16 ? WIDE : STORED;
-constexpr int HEADS = 8 * HEAD_TILES;
-constexpr int SCORE_PITCH = TILE + 4;  // as RESULT_PITCH: eight heads lie in different banks
-constexpr int RESULT_PITCH = LATENT + 4;
-#define NOTHING __uint_as_float(0xff800000u)
-
-struct State {
-    float sums[HEADS][RESULT_PITCH];
-    float peak[HEADS];
-    float total[HEADS];
-};
-
-struct Shared {
-    unsigned char stages[STAGES][TILE * PITCH];  // of the first: the row's state, in the end
-    unsigned char wide[LAYOUT == BF16 ? 16 : TILE * WIDE];
-    float scores[SHARES][HEADS][SCORE_PITCH];  // the weights, bfloat16, in place of the first share
-    float shrink[HEADS];
-    float2 fold[HEADS];
-    unsigned long long full[STAGES];
-    int live[STAGES][TILE];
-    alignas(16) State saved;  // of the first half of a row, or of the part where eight blocks share it
-};
+#include "sparse_mla_tiles.cuh"
 
 struct Arguments {
     const unsigned* q;  // pairs of bfloat16
@@ -154,91 +21,6 @@ struct Arguments {
     int k;
     int heads;
     int part;  // a multiple of TILE; PARTS of them hold k
-};
-
-// In the order of the bits: NaN is above or below everything.
-__device__ __forceinline__ float warp_max(float x) {
-    const unsigned bits = __float_as_uint(x), key = bits >> 31 ? ~bits : bits | 0x80000000u;
-    const unsigned largest = __reduce_max_sync(ALL, key);
-    return __uint_as_float(largest >> 31 ? largest & 0x7fffffffu : ~largest);
-}
-__device__ __forceinline__ float warp_sum(float x) {
-#pragma unroll
-    for (int d = 16; d; d /= 2) x += __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(x), d));
-    return x;
-}
-__device__ __forceinline__ float anchor_of(float peak) { return peak == NOTHING ? 0.0f : peak; }
-
-// Where 16-byte piece ``piece`` of a token of a wide tile lies.
-__device__ __forceinline__ int place(int token, int piece) { return token * WIDE + 16 * piece; }
-
-// 16 float8 codes times a factor, as the two pieces from ``piece``.
-__device__ __forceinline__ void widen(unsigned char* tile, const uint4& codes, int token, int piece, float factor,
-                                      bool second_first) {
-    const unsigned words[4] = {codes.x, codes.y, codes.z, codes.w};
-    unsigned pairs[8];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 low = widened_e4m3(words[i]), high = widened_e4m3(words[i] >> 16);
-        pairs[2 * i] = narrowed(low.x * factor, low.y * factor);
-        pairs[2 * i + 1] = narrowed(high.x * factor, high.y * factor);
-    }
-    const uint4 first = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-    const uint4 second = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
-    // Eight threads of a token: half of them start with the odd pieces, else they would meet in four banks.
-    *reinterpret_cast<uint4*>(tile + place(token, piece + second_first)) = second_first ? second : first;
-    *reinterpret_cast<uint4*>(tile + place(token, piece + !second_first)) = second_first ? first : second;
-}
-
-// A stored tile of float8 rows as bfloat16.
-__device__ __forceinline__ void widen_tile(unsigned char* tile, const unsigned char* stored) {
-    const int token = threadIdx.x / 8, sub = threadIdx.x % 8;
-    const uint4* from = reinterpret_cast<const uint4*>(stored + token * STORED);
-    constexpr int ROPE_AT = (LATENT + (LAYOUT == PACKED ? 16 : 0)) / 16, ROPES = LAYOUT == PACKED ? 8 : 4;
-    uint4 codes[4], rope;
-    float4 scales = {1.0f, 1.0f, 1.0f, 1.0f};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) codes[j] = from[sub + 8 * j];
-    if (LAYOUT == PACKED) scales = *reinterpret_cast<const float4*>(from + LATENT / 16);
-    if (sub < ROPES) rope = from[ROPE_AT + sub];
-    const float factors[4] = {scales.x, scales.y, scales.z, scales.w};
-#pragma unroll
-    for (int j = 0; j < 4; ++j) widen(tile, codes[j], token, 2 * (sub + 8 * j), factors[j], sub >= 4);
-    if (LAYOUT == PACKED) {
-        *reinterpret_cast<uint4*>(tile + place(token, 64 + sub)) = rope;
-    } else if (sub < ROPES) {
-        widen(tile, rope, token, 64 + 2 * sub, 1.0f, false);
-    }
-}
-
-// Fragments of 16 by 8 sums: dims (threadIdx.x % 32) / 4 and 8 more, heads 2 (threadIdx.x % 4) and one more.
-using Sums = float[4][HEAD_TILES][4];
-
-__device__ __forceinline__ void store_sums(State& state, const Sums& sums) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int m = 0; m < 4; ++m) {
-#pragma unroll
-        for (int n = 0; n < HEAD_TILES; ++n) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                state.sums[8 * n + lane % 4 * 2 + i % 2][64 * warp + 16 * m + lane / 4 + i / 2 * 8] = sums[m][n][i];
-            }
-        }
-    }
-}
-
-struct Merged {
-    float peak = NOTHING, total = 0.0f;
-    float old, fresh;  // factors of the last merge
-
-    __device__ __forceinline__ void add(float peak_of_part, float total_of_part) {
-        const float raised = fmaxf(peak, peak_of_part), anchor = anchor_of(raised);
-        old = power_of_two(peak - anchor);
-        fresh = power_of_two(peak_of_part - anchor);
-        total = __fmaf_rn(total, old, total_of_part * fresh);
-        peak = raised;
-    }
 };
 
 __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
@@ -267,12 +49,12 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             if (begin + tile * TILE + my_token == 0) slot = max(slot, 0);  // not where it is loaded: that would wait
             const int stage = tile % STAGES;
             const unsigned char* from = a.cache + (long long)max(slot, 0) * STORED;
-            unsigned char* to = s.stages[stage] + my_token * PITCH;
+            unsigned char* to = s.stages[stage] + my_token * STORED;
             if (sub == 0) s.live[stage][my_token] = slot >= 0;
             // Zeros where there is no token: weights of zero do not hide what may be NaN.
             if (LAYOUT == BF16) {
                 from += 16 * sub;
-                to += 16 * sub;
+                to = s.stages[stage] + place(my_token, sub);
 #pragma unroll
                 for (int i = 0; i < STORED / 128; ++i) copy_async(to + 128 * i, from + 128 * i, slot >= 0);
             } else {
@@ -358,9 +140,10 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
         // Three chains of sums: one alone would wait for itself.
         float score[3][HEAD_TILES][4] = {};
         unsigned fragments[STEPS][4];
-        const unsigned char* mine = tokens + place(16 * half + lane % 16, 2 * share * STEPS + lane / 16);
 #pragma unroll
-        for (int step = 0; step < STEPS; ++step) load_tiles(fragments[step], mine + place(0, 2 * step));
+        for (int step = 0; step < STEPS; ++step) {
+            load_tiles(fragments[step], tokens + place(16 * half + lane % 16, 2 * (share * STEPS + step) + lane / 16));
+        }
         fetch(tile + STAGES - 1, slot);
         slot = load_slot(tile + STAGES);
 #pragma unroll
@@ -389,8 +172,9 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             const float weight = power_of_two(x - anchor), shrink = power_of_two(peak[n] - anchor);
             total[n] = __fmaf_rn(total[n], shrink, weight);
             peak[n] = raised;
-            // Of every two lanes one writes both; warp_max has let all lanes read their scores.
+            // Of every two lanes one writes both, where all have read their scores.
             const float next = __uint_as_float(__shfl_xor_sync(ALL, __float_as_uint(weight), 1));
+            __syncwarp();
             if (lane % 2 == 0) reinterpret_cast<unsigned*>(s.scores[0][head])[lane / 2] = narrowed(weight, next);
             if (lane == 0) s.shrink[head] = shrink;
         }
@@ -412,12 +196,14 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
                 for (int i = 0; i < 4; ++i) sums[m][n][i] *= i % 2 ? shrinks[n].y : shrinks[n].x;
             }
         }
-        mine = tokens + place(lane / 16 * 8 + lane % 8, 8 * warp + lane / 8 % 2);
 #pragma unroll
         for (int step = 0; step < 2; ++step) {
             unsigned fragments[4][4];
 #pragma unroll
-            for (int m = 0; m < 4; ++m) load_transposed(fragments[m], mine + place(16 * step, 2 * m));
+            for (int m = 0; m < 4; ++m) {
+                const int token = 16 * step + lane / 16 * 8 + lane % 8;
+                load_transposed(fragments[m], tokens + place(token, 8 * warp + 2 * m + lane / 8 % 2));
+            }
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
 #pragma unroll

@@ -114,6 +114,8 @@ inline void load_transposed(unsigned (&a)[4], const void* row) {
     });
 }
 
+inline void __syncwarp() { host::warp_meet(0); }
+
 struct Operands { unsigned a[4], b[2]; };
 inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
     const int lane = host::current->thread % 32;

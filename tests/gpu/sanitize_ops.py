@@ -9,7 +9,7 @@ import sys
 
 import torch
 
-from custom_ops import topk_cuda, vendor
+from custom_ops import sparse_mla_cuda, topk_cuda, vendor
 from custom_ops._register import OPS, use_provider
 from custom_ops.index_cache import gather_for_rows
 from custom_ops.indexer import indexer_topk_short
@@ -39,6 +39,8 @@ def run(rows: int, kv_len: int, ops: tuple[str, ...]) -> list[str]:
             if case.op == "sparse_mla":
                 for split in (False, True):
                     launch_sparse_mla(*case.args, split=split)
+                for blocks in (1, 2, 8) if sparse_mla_cuda.refuses(*case.args) is None else ():
+                    sparse_mla_cuda.launch(*case.args, blocks=blocks)
                 vendor._flash_mla_inputs(case.args[0], *case.args[2:4])
     torch.cuda.synchronize()
     return ran
