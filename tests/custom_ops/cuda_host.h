@@ -34,7 +34,7 @@ namespace host {
 
 constexpr int STACK = 64 << 10;
 constexpr int BEHIND = 64 << 10;  // bytes behind a block's shared memory, which nothing may write
-constexpr unsigned char UNTOUCHED = 0xa5;
+constexpr unsigned char UNTOUCHED = 0xff;  // NaN, of any format
 
 struct Rendezvous {
     int arrived = 0, generation = 0;

@@ -116,12 +116,30 @@ def test_whoever_shares_a_row_the_bits_are_the_same(layout: str, heads: int) -> 
 
 @needs_kernel
 @pytest.mark.parametrize("blocks", BLOCKS)
+def test_parts_in_order_then_halves(blocks: int) -> None:
+    """Equal weights, and of 2^30 and 1 in one sum the 1 is lost: what is left tells the order. Parts of 32 tokens."""
+    args = selections([256], 8, 256, "bf16", 0)
+    args["q"].zero_()
+    args["cache"].zero_()
+    args["topk"][0] = 5
+    for part, slot in ((0, 1), (1, 2), (2, 3), (4, 4), (5, 6)):
+        args["topk"][0, 32 * part] = slot
+    large = 2.0**30
+    args["cache"][1:5, :2] = torch.tensor([[large, large], [0, -large], [0, 1], [-large, 0]])
+    args["cache"][6, 0] = 1  # of the first dim, beside what the second half takes from the first
+    got = run(args, blocks)[0, :, :3].contiguous()
+    s.assert_bitwise(got, torch.tensor([0, 1 / 256, 0]).to(got).repeat(8, 1))
+
+
+@needs_kernel
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_not_selected_does_not_matter(layout: str, blocks: int) -> None:
     args = selections([200, 0, 7], 8, 300, layout, 5)
     args["topk"][args["topk"] % 3 == 0] = -1
     args["topk"][:, 0] = 4
     clean = run(args, blocks)
+    assert clean.isfinite().all()
     chosen = {int(i) for row, n in zip(args["topk"], [200, 0, 7], strict=True) for i in row[:n] if i >= 0}
     others = [i for i in range(SLOTS) if i not in chosen]
     args["cache"].view(torch.uint8)[others] = 0xFF  # NaN in every layout
