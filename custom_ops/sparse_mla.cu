@@ -300,7 +300,9 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
             high = __fmaf_rn(high, merged.old, half_high * merged.fresh);
         }
         const float share_of_one = 1.0f / (merged.total == 0.0f ? 1.0f : merged.total);
-        a.out[(row * a.heads + head) * (LATENT / 2) + pair] = narrowed(low * share_of_one, high * share_of_one);
+        low = low * share_of_one + 0.0f;  // no negative zero: a sum that a merge shrinks to nothing has either sign
+        high = high * share_of_one + 0.0f;
+        a.out[(row * a.heads + head) * (LATENT / 2) + pair] = narrowed(low, high);
     }
     if (blocks > 1) cluster_barrier();  // nobody leaves while others read what it has
 }

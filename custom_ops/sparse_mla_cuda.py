@@ -41,7 +41,7 @@ class Tuning:
         wide = TILE * _WIDE if self.layout else 16
         scores = 4 * 4 * heads * (TILE + 4)
         state = 4 * heads * (512 + 4 + 2)
-        return self.stages * stage + wide + scores + 12 * heads + state
+        return -(-(self.stages * stage + wide + scores + 12 * heads) // 16) * 16 + state
 
 
 def tuning_of(layout: str, heads: int) -> Tuning:
@@ -100,8 +100,8 @@ def refuses(
         return "takes bfloat16 queries, and rows of bfloat16 or float8"
     if q.shape[1] > MAX_HEADS:
         return f"takes up to {MAX_HEADS} heads, not {q.shape[1]}"
-    if cache.data_ptr() % 16:
-        return "takes a cache that begins at a multiple of 16 bytes"
+    if cache.data_ptr() % 16 or (q.data_ptr() | out.data_ptr()) % 4:
+        return "takes a cache that begins at a multiple of 16 bytes, q and out at one of 4"
     if not q.is_cuda:
         return "q is not on a CUDA device"
     return missing_on(q.get_device())

@@ -120,7 +120,11 @@ inline bool launch(unsigned grid, unsigned threads_of_block, unsigned cluster_bl
                 abort();
             }
             std::shuffle(live.begin(), live.end(), random);
+            unsigned held[64];  // most warps sit out a round, so that they drift apart
+            for (unsigned& draw : held) draw = random();
             for (Fiber* fiber : live) {
+                const size_t warp = fiber->thread / 32 + (fiber->block - blocks.data()) * (threads / 32);
+                if (held[warp % 64] % 4) continue;
                 current = fiber;
                 if (_setjmp(scheduler)) continue;
                 if (fiber->started) _longjmp(fiber->state, 1);

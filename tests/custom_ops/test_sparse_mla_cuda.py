@@ -133,6 +133,19 @@ def test_parts_in_order_then_halves(blocks: int) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("blocks", BLOCKS)
+def test_a_sum_that_a_merge_shrinks_to_nothing_has_no_sign(blocks: int) -> None:
+    args = selections([256], 8, 256, "bf16", 0) | {"sm_scale": 1.0}
+    for name in ("q", "cache"):
+        args[name].zero_()
+    args["q"][:, :, 512] = 1
+    args["topk"][0], args["topk"][0, 128:] = 0, 1
+    args["cache"][0, :512], args["cache"][1, 512] = -(2.0**-40), 86.5
+    got = run(args, blocks)
+    s.assert_bitwise(got, torch.zeros_like(got))
+
+
+@needs_kernel
+@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_is_not_selected_does_not_matter(layout: str, blocks: int) -> None:
     args = selections([200, 0, 7], 8, 300, layout, 5)
@@ -190,6 +203,7 @@ def test_refusals_say_why() -> None:
     assert "up to 16 heads, not 17" in why({"q": args["q"].repeat(1, 3, 1)[:, :17]})
     odd = torch.zeros(576 * 8 + 1, dtype=torch.bfloat16, device=s.DEVICE)[1:].view(8, 576)
     assert "multiple of 16 bytes" in why({"cache": odd})
+    assert "q and out at one of 4" in why({"q": odd.view(1, 8, 576)})
     if not ON_GPU:
         assert "not on a CUDA device" in why({})
     if not torch.cuda.is_available():
