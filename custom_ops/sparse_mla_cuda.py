@@ -116,7 +116,7 @@ def slower(
     sm_scale: float,
     layout: str,
 ) -> str | None:
-    """By what was measured on an H200, with 100 and 2048 selected tokens: of 16 heads a multiprocessor has one block."""
+    """As measured on an H200, with 100 and 2048 selected tokens: a multiprocessor has one block at a time of 16 heads."""
     rows, heads = q.shape[:2]
     major, minor = torch.cuda.get_device_capability(q.device)
     if major != 9:

@@ -21,7 +21,7 @@ from .models import DSAModel, ModelConfig, Rank, preset
 from .options import Options
 from .runner import PrefillOutput, PrefillRunner
 from .served import KV
-from .verification import TOLERANCE, closeness, eager_sway, pages_of, same_bytes
+from .verification import judge, pages_of, same_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -35,7 +35,7 @@ class Row:
     """One request of the demo. Times in milliseconds, medians.
 
     launches_saved: kernels of the captured pieces, launched one by one, less the graph launches. max_diff: largest
-    difference of a hidden state from the eager model's; close: see ``verification.closeness``. undecided: None where
+    difference of a hidden state from the eager model's; close: see ``verification.judge``. undecided: None where
     that holds as it is; else the share of rows that move by more than the tolerance in the eager model too, when its
     weights change in their last bits: such rows were allowed twice that move. A choice of tokens or experts that is
     nearly undecided can reach many of the rows after it, whatever the text. rank_diff, alike: where several ranks share
@@ -262,11 +262,10 @@ def _judge(
     runner: PrefillRunner, batch: Batch, got: torch.Tensor, eager: torch.Tensor, mode: str = "replay"
 ) -> tuple[bool, float | None]:
     """``close`` and ``undecided`` of a row. mode: in which ``runner`` serves the batch again, for its KV."""
-    if closeness(got, eager)[1]:
-        return True, None
-    sway = eager_sway(runner, batch, eager)
-    runner.forward(batch, mode)  # its KV again
-    return closeness(got, eager, sway)[1], float((sway > TOLERANCE[eager.dtype]).float().mean())
+    _, close, undecided = judge(runner, batch, got, eager)
+    if undecided is not None:
+        runner.forward(batch, mode)  # its KV again
+    return close, undecided
 
 
 def _launches(runner: PrefillRunner, output: PrefillOutput) -> tuple[int, int]:

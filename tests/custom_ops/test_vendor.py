@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from custom_ops import _register, index_cache, trtllm_mla, vendor
+from custom_ops import _register, index_cache, sparse_mla_cuda, trtllm_mla, vendor
 from custom_ops._register import OPS, use_provider
 from custom_ops.batch_metadata import ForwardContext, use_context
 from custom_ops.topk import topk_indices_reference
@@ -211,15 +211,27 @@ def test_flash_mla(packages: None, heads: int, k: int) -> None:
     torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize(("rows", "heads", "chosen"), [(32, 8, "triton"), (33, 8, "flash_mla"), (32, 17, "flash_mla")])
+@pytest.mark.parametrize(
+    ("rows", "heads", "cuda", "chosen"),
+    [
+        (32, 8, False, "triton"), (33, 8, False, "flash_mla"), (32, 17, False, "flash_mla"),
+        (32, 17, True, "flash_mla"), (32, 8, True, "cuda"), (33, 8, True, "cuda"), (300, 8, True, "cuda"),
+        (66, 16, True, "cuda"), (67, 16, True, "flash_mla"),
+    ],
+)  # fmt: skip
 def test_who_serves_few_rows_is_a_matter_of_all_rows(
-    packages: None, monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, chosen: str
+    packages: None, monkeypatch: pytest.MonkeyPatch, rows: int, heads: int, cuda: bool, chosen: str
 ) -> None:
-    """A break runs on the valid rows what the graph recorded for the bucket's."""
+    """A break runs on the valid rows what the graph recorded for the bucket's. Of the CUDA C++ kernel: on 132 SMs."""
     op, ran = OPS["sparse_mla"], []
     for name, provider in op.providers.items():
         run = partial(lambda name, q, *rest: ran.append((name, q.shape[0])), name)
+        if name == "cuda":
+            refuses = lambda q, *rest: None if cuda and q.shape[1] <= 16 else "not here"  # noqa: E731
+            provider = replace(provider, missing=lambda: None, supports=refuses)
         monkeypatch.setitem(op.providers, name, replace(provider, run=run))
+    monkeypatch.setattr(sparse_mla_cuda, "_multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(_register, "_on_cuda", lambda args: True)
     args = tuple(test_sparse_mla.arguments([1] * rows, heads, 4).values())
     context = ForwardContext(batch([1], [5], rows=rows))

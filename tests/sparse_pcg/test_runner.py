@@ -8,6 +8,7 @@ import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from hypothesis import strategies as st
 import sparse_pcg
 from custom_ops._register import use_provider
 from custom_ops.indexer import INDEXER_TOPK
+from sparse_pcg.batch import Batch
 from sparse_pcg.kv import PagedKV, RequestPages, page_table
 from sparse_pcg.models import DSAModel, ModelConfig, preset
+from sparse_pcg.runner import PrefillOutput
+from sparse_pcg.verification import TOLERANCE
 from tests.sparse_pcg.rank_threads import Watched
 from tests.sparse_pcg.toys import same
 
@@ -410,6 +414,27 @@ class TestOwnRunner:
         assert not broken.ok and [c.bucket for c in broken.checks if not c.bitwise] == [8] * len(
             [c for c in broken.checks if c.bucket == 8 and c.variant == "short"]
         )
+
+    def test_verify_asks_how_far_eager_itself_sways(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """One row, as of the smallest batch, may well be one in which a last bit tips a choice."""
+        runner, _ = build(LEAST, capture_sizes=(8,))
+        runner.capture(progress=False)
+        weights = [p.clone() for p in runner.model.parameters()]
+        assert {c.undecided for c in runner.verify().checks} == {None}
+        serve = runner.serve_checked
+
+        def rounded(batch: Batch, mode: str) -> PrefillOutput:
+            out = serve(batch, mode)
+            return out if mode != "eager" else replace(out, hidden=out.hidden * (1 + 2e-7))
+
+        monkeypatch.setattr(runner, "serve_checked", rounded)
+        monkeypatch.setitem(TOLERANCE, torch.float32, 1e-9)  # as if every row were undecided
+        verified = runner.verify()
+        assert verified.ok and {c.undecided for c in verified.checks} == {1.0}
+        assert "eager itself is undecided in 100% of the rows" in str(verified)
+        assert all(map(same, weights, runner.model.parameters()))
+        monkeypatch.setattr("sparse_pcg.verification.eager_sway", Mock(side_effect=torch.OutOfMemoryError))
+        assert not runner.verify().ok
 
     def test_explain_shows_the_k_store_inside_a_piece_and_the_line_of_each_cut(self) -> None:
         runner, _ = build(capture_sizes=(8,))
