@@ -116,7 +116,7 @@ def slower(
     sm_scale: float,
     layout: str,
 ) -> str | None:
-    """As measured on an H200, with 100 and 2048 selected tokens: a multiprocessor has one block at a time of 16 heads."""
+    """As measured on an H200, with 100 and 2048 selected tokens: one block of 16 heads fills a multiprocessor."""
     rows, heads = q.shape[:2]
     major, minor = torch.cuda.get_device_capability(q.device)
     if major != 9:

@@ -18,7 +18,7 @@ import triton.language as tl
 
 FLASH_MLA_HEADS = 64
 FLASH_MLA_TOPK = 128
-# Rows and heads up to which the own kernel is faster (H200, 2048 selected tokens: 45 us to 70 with 16 rows of 8 heads).
+# Rows and heads up to which Triton's kernel is faster (H200, 2048 selected tokens: 45 us to 70 with 16 rows of 8 heads).
 # Of 100 it is the other way, 17.4 to 16.0 with a row and 16.5 to 20.5 with 128; how many they are no host knows.
 _FEW_ROWS, _FEW_HEADS = 32, 16
 
@@ -107,7 +107,7 @@ def flash_mla_supports(
 
 
 def flash_mla_slower(q: torch.Tensor, *rest: Any) -> str | None:
-    """It has no program for a part of a row's tokens: few rows leave most of the GPU idle."""
+    """Than Triton, where CUDA C++ does not serve: it has no program for a part of a row's tokens."""
     rows, heads = q.shape[:2]
     if _arch() == 9 and rows <= _FEW_ROWS and heads <= _FEW_HEADS:
         return f"{rows} rows of {heads} heads take less time with a program a chunk of tokens"
