@@ -11,6 +11,7 @@ import functools
 import glob
 import logging
 import os
+import re
 import site
 import struct
 import threading
@@ -24,6 +25,7 @@ from custom_ops._driver import CudaError, again, check, driver
 
 logger = logging.getLogger(__name__)
 
+_INCLUDE = re.compile(r'^#include "(.+)"$', re.MULTILINE)
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 # CUlaunchConfig: grid, block, bytes of shared memory, stream, attributes and their number; one CUlaunchAttribute.
@@ -46,10 +48,17 @@ def _nvrtc() -> ctypes.CDLL:
     raise CudaError(f"{name} is not found")
 
 
-def sources(name: str, *headers: str) -> tuple[str, dict[str, str]]:
-    """The text of a file of this package, and by name that of the headers it includes."""
-    folder = Path(__file__).parent
-    return (folder / name).read_text(), {header: (folder / header).read_text() for header in headers}
+def sources(name: str) -> tuple[str, dict[str, str]]:
+    """The text of a file of this package, and by name that of the headers that it and they include."""
+    folder, headers = Path(__file__).parent, {}
+    source = (folder / name).read_text()
+    wanted = _INCLUDE.findall(source)
+    while wanted:
+        header = wanted.pop()
+        if header not in headers:
+            headers[header] = (folder / header).read_text()
+            wanted += _INCLUDE.findall(headers[header])
+    return source, headers
 
 
 def compile_cuda(

@@ -6,7 +6,7 @@
 
 #include "index_rows.cuh"
 
-#ifndef INDEX_HOST
+#ifndef CUDA_HOST
 
 // 1 / x as Triton divides, up to two units of the last place off: the bits are to be the same.
 __device__ __forceinline__ float reciprocal(float x) {
@@ -15,7 +15,7 @@ __device__ __forceinline__ float reciprocal(float x) {
     return quotient;
 }
 
-#endif  // INDEX_HOST
+#endif  // CUDA_HOST
 
 struct Arguments {
     const uint4* k;

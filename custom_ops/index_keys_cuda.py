@@ -23,7 +23,7 @@ def macros(affine: torch.dtype) -> tuple[str, ...]:
 
 def build(capability: tuple[int, int], affine: torch.dtype) -> bytes:
     """The cubin for one GPU architecture; affine: as for ``macros``. Raises CudaError."""
-    source, headers = sources("index_keys.cu", "index_rows.cuh")
+    source, headers = sources("index_keys.cu")
     return compile_cuda(source, "index_keys.cu", capability, macros(affine), headers)
 
 

@@ -17,7 +17,7 @@ _WIDE = 8  # elements of a load
 
 def build(capability: tuple[int, int]) -> bytes:
     """The cubin for one GPU architecture. Raises CudaError."""
-    source, headers = sources("index_queries.cu", "index_rows.cuh")
+    source, headers = sources("index_queries.cu")
     return compile_cuda(source, "index_queries.cu", capability, MACROS, headers)
 
 

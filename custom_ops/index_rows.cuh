@@ -5,18 +5,9 @@
 // five of the transform's seven stages; for the other two the four pass their elements around. Sums are taken in the
 // order of ``hadamard_reference``; nothing is contracted (--fmad=false), what is fused is so by name.
 
-#ifndef INDEX_HOST
+#include "machine.cuh"
 
-__device__ __forceinline__ float2 widened(unsigned pair) {
-    return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
-}
-
-// Two floats rounded to bfloat16.
-__device__ __forceinline__ unsigned narrowed(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
+#ifndef CUDA_HOST
 
 // Four floats as e4m3, side by side.
 __device__ __forceinline__ unsigned quantised(float a, float b, float c, float d) {
@@ -35,7 +26,7 @@ __device__ __forceinline__ unsigned larger_halves(unsigned a, unsigned b) {
     return both;
 }
 
-#endif  // INDEX_HOST
+#endif  // CUDA_HOST
 
 constexpr unsigned EVERY_LANE = 0xffffffffu;
 constexpr unsigned INFINITE = 0x7f800000u;

@@ -307,7 +307,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     if (blocks > 1) cluster_barrier();  // nobody leaves while others read what it has
 }
 
-#ifndef SPARSE_MLA_HOST
+#ifndef CUDA_HOST
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS_PER_SM) sparse_mla_rows(const Arguments a) {
     sparse_mla_row(a);
 }

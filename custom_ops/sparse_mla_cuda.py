@@ -62,7 +62,7 @@ def blocks_of_a_row(rows: int, heads: int, multiprocessors: int) -> int:
 
 def build(capability: tuple[int, int], tuning: Tuning) -> bytes:
     """The cubin for one GPU architecture. Raises CudaError."""
-    source, headers = sources("sparse_mla.cu", "sparse_mla_tiles.cuh", "sparse_mla_machine.cuh")
+    source, headers = sources("sparse_mla.cu")
     return compile_cuda(source, "sparse_mla.cu", capability, tuning.macros, headers)
 
 

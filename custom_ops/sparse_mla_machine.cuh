@@ -1,6 +1,8 @@
 // What sparse_mla.cu asks of the machine that C++ has no words for; a host that runs the kernel brings its own.
 
-#ifndef SPARSE_MLA_HOST
+#include "machine.cuh"
+
+#ifndef CUDA_HOST
 
 __device__ __forceinline__ unsigned shared_address(const void* p) { return (unsigned)__cvta_generic_to_shared(p); }
 
@@ -59,13 +61,6 @@ __device__ __forceinline__ float power_of_two(float x) {
     return y;
 }
 
-// Two floats rounded to bfloat16.
-__device__ __forceinline__ unsigned narrowed(float low, float high) {
-    unsigned pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
-    return pair;
-}
-
 // The lower two of four e4m3.
 __device__ __forceinline__ float2 widened_e4m3(unsigned codes) {
     float2 both;
@@ -75,18 +70,9 @@ __device__ __forceinline__ float2 widened_e4m3(unsigned codes) {
     return both;
 }
 
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-__device__ __forceinline__ unsigned cluster_size() {
-    unsigned size;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-}
 __device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\n\tbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
 }
 // What lies at ``mine`` in another block of the cluster.
 __device__ __forceinline__ float load_of(unsigned rank, const float* mine) {
@@ -96,7 +82,6 @@ __device__ __forceinline__ float load_of(unsigned rank, const float* mine) {
     return x;
 }
 
-#define dynamic_shared sparse_mla_shared
-extern __shared__ __align__(128) unsigned char sparse_mla_shared[];
+extern __shared__ __align__(128) unsigned char dynamic_shared[];
 
-#endif  // SPARSE_MLA_HOST
+#endif  // CUDA_HOST

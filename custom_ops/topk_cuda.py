@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle
+from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
 
 _LAYOUT = "PPPPPPqqiii"  # struct Arguments
 _OPTIONS = ("--prec-div=false", "--prec-sqrt=false")  # of the sample's rank, which need not be exact
@@ -74,16 +73,10 @@ def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tunin
     return LONG
 
 
-def sources() -> tuple[str, dict[str, str]]:
-    """topk.cu, and by name what it includes."""
-    folder = Path(__file__).parent
-    return (folder / "topk.cu").read_text(), {path.name: path.read_text() for path in folder.glob("topk_*.cuh")}
-
-
 @functools.cache
 def kernel(device: int, tuning: Tuning) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
-    source, headers = sources()
+    source, headers = sources("topk.cu")
     capability = torch.cuda.get_device_capability(device)
     cubin = compile_cuda(source, "topk.cu", capability, [*tuning.macros, *_OPTIONS], headers)
     return CudaKernel(cubin, "topk_rows", device, tuning.threads, tuning.shared, _LAYOUT)

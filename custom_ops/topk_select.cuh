@@ -1,6 +1,8 @@
 // What topk.cu is made of: the device's instructions, keys that sort as the selection does, and the cut of the best k.
 
-#ifndef TOPK_HOST
+#include "machine.cuh"
+
+#ifndef CUDA_HOST
 
 extern __shared__ __align__(16) unsigned char dynamic_shared[];
 
@@ -14,21 +16,6 @@ __device__ __forceinline__ float4 load_quad(const float* at) {
 __device__ __forceinline__ void prefetch_l2(const float* at, unsigned bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
 }
-
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
-
-__device__ __forceinline__ unsigned cluster_size() {
-    unsigned size;
-    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-    return size;
-}
-
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where the object at ``mine`` lies in the shared memory of the cluster's first block.
 __device__ __forceinline__ unsigned leaders(const void* mine) {
@@ -48,7 +35,7 @@ __device__ __forceinline__ void leader_store(uint2* mine, uint2 value) {
     asm volatile("st.shared::cluster.v2.u32 [%0], {%1, %2};" ::"r"(leaders(mine)), "r"(value.x), "r"(value.y) : "memory");
 }
 
-#endif  // TOPK_HOST
+#endif  // CUDA_HOST
 
 constexpr unsigned ALL = 0xffffffffu;
 constexpr int LAST = 0x7fffffff;

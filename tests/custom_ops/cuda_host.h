@@ -1,6 +1,9 @@
 // Enough of CUDA to run a kernel on the host: a cluster's threads are fibers, and each gives way at every barrier and
 // warp collective. Their order is drawn anew each time, so that a missing barrier shows. Included before the kernel.
 
+#pragma once
+#define CUDA_HOST
+
 #include <setjmp.h>
 #include <ucontext.h>
 
@@ -22,6 +25,7 @@ struct Index { unsigned x; };
 struct uint2 { unsigned x, y; };
 struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) int4 { int x, y, z, w; };
+struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -207,6 +211,17 @@ inline float __uint_as_float(unsigned bits) {
     memcpy(&x, &bits, 4);
     return x;
 }
+
+inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline void __syncwarp() { host::warp_meet(0); }
+
+// bfloat16, two in a word.
+inline unsigned bfloat16(float x) {
+    const unsigned bits = __float_as_uint(x);
+    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
+}
+inline unsigned narrowed(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
+inline float2 widened(unsigned pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}; }
 
 inline unsigned cluster_rank() { return host::current->block - host::blocks.data(); }
 inline unsigned cluster_size() { return host::blocks.size(); }

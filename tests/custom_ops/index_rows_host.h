@@ -1,16 +1,5 @@
 // What index_rows.cuh and the kernels that include it need of CUDA beyond cuda_host.h. Included before the kernel.
 #include "tests/custom_ops/cuda_host.h"
-#define INDEX_HOST
-
-struct float2 { float x, y; };
-
-inline float2 widened(unsigned pair) { return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)}; }
-
-inline unsigned bfloat16(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
-}
-inline unsigned narrowed(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
 
 // To nearest, ties to even, saturating; of the magnitude: 3 bits of mantissa from 2^-6 on, below it steps of 2^-9.
 inline unsigned e4m3(float x) {
@@ -28,6 +17,5 @@ inline unsigned quantised(float a, float b, float c, float d) {
 inline unsigned larger_halves(unsigned a, unsigned b) {
     return max(a & 0xffffu, b & 0xffffu) | max(a >> 16, b >> 16) << 16;
 }
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __fsqrt_rn(float x) { return std::sqrt(x); }
 inline float reciprocal(float x) { return 1.0f / x; }  // rounded as a division is, unlike a GPU's

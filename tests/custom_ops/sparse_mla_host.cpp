@@ -1,22 +1,13 @@
 // sparse_mla.cu as a function of the host; built by test_sparse_mla_cuda.py with the macros of a Tuning.
 #include "tests/custom_ops/cuda_host.h"
-#define SPARSE_MLA_HOST
 
 #include <array>
 #include <deque>
 #include <map>
 
-struct float2 { float x, y; };
-
-inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float power_of_two(float x) { return std::exp2(x); }
 
-inline unsigned bfloat16(float x) {
-    const unsigned bits = __float_as_uint(x);
-    return x == x ? (bits + 0x7fff + (bits >> 16 & 1)) >> 16 : 0x7fff;
-}
-inline unsigned narrowed(float low, float high) { return bfloat16(low) | bfloat16(high) << 16; }
-inline float half_of(unsigned pair, int which) { return __uint_as_float(which ? pair & 0xffff0000u : pair << 16); }
+inline float half_of(unsigned pair, int which) { return which ? widened(pair).y : widened(pair).x; }
 
 inline float e4m3(unsigned code) {
     const int exponent = code >> 3 & 15, mantissa = code & 7;
@@ -113,8 +104,6 @@ inline void load_transposed(unsigned (&a)[4], const void* row) {
         }
     });
 }
-
-inline void __syncwarp() { host::warp_meet(0); }
 
 struct Operands { unsigned a[4], b[2]; };
 inline void multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from custom_ops import topk_cuda
-from custom_ops._nvrtc import CudaError, _nvrtc, compile_cuda
+from custom_ops._nvrtc import CudaError, _nvrtc, compile_cuda, sources
 from custom_ops.topk import topk_indices_reference, topk_slots_reference
 from custom_ops.topk_cuda import (
     ALONE,
@@ -29,7 +29,6 @@ from custom_ops.topk_cuda import (
     WIDE,
     Tuning,
     blocks_of_a_row,
-    sources,
     tuning_of,
 )
 from tests.custom_ops import strategies as s
@@ -251,7 +250,7 @@ def test_compiles(capability: tuple[int, int], tuning: Tuning) -> None:
         _nvrtc()
     except CudaError as error:
         pytest.skip(f"no NVRTC: {error}")
-    source, headers = sources()
+    source, headers = sources("topk.cu")
     assert compile_cuda(source, "topk.cu", capability, tuning.macros, headers)[:4] == b"\x7fELF"
     with pytest.raises(CudaError, match=r"topk_gather\.cuh"):
         compile_cuda(source, "topk.cu", capability, tuning.macros)  # without what it includes

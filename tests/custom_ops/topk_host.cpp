@@ -1,6 +1,5 @@
 // topk.cu as a function of the host; built by test_topk_cuda.py with the macros of a Tuning.
 #include "tests/custom_ops/cuda_host.h"
-#define TOPK_HOST
 #include "custom_ops/topk.cu"
 
 static Arguments arguments;
