@@ -35,9 +35,9 @@ def kernel(device: int, affine: torch.dtype = torch.float32) -> CudaKernel:
 
 
 @functools.cache
-def missing_on(device: int) -> str | None:
-    """Why the kernel cannot run on this device, or None; logged once."""
-    return obstacle("index keys", device, kernel)
+def missing_on(device: int, affine: torch.dtype = torch.float32) -> str | None:
+    """Why the kernel cannot run on this device, or None; logged once. affine: as for ``macros``."""
+    return obstacle("index keys", device, lambda index: kernel(index, affine))
 
 
 def missing() -> str | None:
@@ -71,7 +71,7 @@ def refuses(
         return "takes k, weight, bias and cos_sin_cache at multiples of 16 bytes"
     if not k.is_cuda:
         return "k is not on a CUDA device"
-    return missing_on(k.get_device())
+    return missing_on(k.get_device(), weight.dtype)
 
 
 def arguments(

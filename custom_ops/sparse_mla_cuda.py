@@ -74,16 +74,16 @@ def kernel(device: int, tuning: Tuning) -> CudaKernel:
 
 
 @functools.cache
-def missing_on(device: int) -> str | None:
-    """Why the kernel cannot run on this device, or None; logged once."""
-    return obstacle("sparse MLA", device, lambda index: kernel(index, tuning_of("bf16", 8)))
+def missing_on(device: int, tuning: Tuning) -> str | None:
+    """Why the kernel of ``tuning`` cannot run on this device, or None; logged once."""
+    return obstacle("sparse MLA", device, lambda index: kernel(index, tuning))
 
 
 def missing() -> str | None:
     """Why the kernel cannot run on the current device, or None."""
     if not torch.cuda.is_available():
         return "there is no CUDA device"
-    return missing_on(torch.cuda.current_device())
+    return missing_on(torch.cuda.current_device(), tuning_of("bf16", 8))
 
 
 def refuses(
@@ -104,7 +104,7 @@ def refuses(
         return "takes a cache that begins at a multiple of 16 bytes, q and out at one of 4"
     if not q.is_cuda:
         return "q is not on a CUDA device"
-    return missing_on(q.get_device())
+    return missing_on(q.get_device(), tuning_of(layout, q.shape[1]))
 
 
 def slower(

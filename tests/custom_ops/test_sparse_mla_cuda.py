@@ -212,6 +212,26 @@ def test_refusals_say_why() -> None:
             custom_ops.sparse_mla(**args)
 
 
+def test_what_cannot_be_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with less shared memory than 16 heads take, eight are served, and 16 by another provider."""
+
+    def kernel(device: int, tuning: mla.Tuning) -> object:
+        if tuning.head_tiles > 1:
+            raise CudaError("too much shared memory")
+        return object()
+
+    monkeypatch.setattr(mla, "kernel", kernel)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    mla.missing_on.cache_clear()
+    try:
+        why = [mla.refuses(*arguments([3], heads=heads).values()) for heads in (8, 16)]
+    finally:
+        mla.missing_on.cache_clear()
+    assert why[0] is None and "cannot be built: too much shared memory" in str(why[1])
+
+
 @pytest.mark.parametrize("layout", range(3))
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 def test_compiles(capability: tuple[int, int], layout: int) -> None:
