@@ -102,6 +102,12 @@ def compile_cuda(
         nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
 
 
+def build(name: str, capability: tuple[int, int], options: Sequence[str]) -> bytes:
+    """The cubin of a file of this package for one GPU architecture. Raises CudaError."""
+    source, headers = sources(name)
+    return compile_cuda(source, name, capability, options, headers)
+
+
 class _Record(threading.local):
     """The memory that a thread's launches are described in, reused from call to call."""
 
@@ -171,3 +177,14 @@ def obstacle(what: str, device: int, build: Callable[[int], object]) -> str | No
         logger.warning("%s: the CUDA kernels cannot be built, Triton serves instead: %s", what, error)
         return f"the kernels cannot be built: {error}"
     return None
+
+
+def missing_here(missing_on: Callable[[int], str | None]) -> str | None:
+    """What ``missing_on`` says of the current device."""
+    return missing_on(torch.cuda.current_device()) if torch.cuda.is_available() else "there is no CUDA device"
+
+
+@functools.cache
+def multiprocessors(device: int) -> int:
+    """How many a device has."""
+    return torch.cuda.get_device_properties(device).multi_processor_count

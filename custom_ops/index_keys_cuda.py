@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
+from custom_ops._nvrtc import CudaKernel, build, missing_here, obstacle
 
 LAYOUT = "PPPPPPPqif"  # struct Arguments
 THREADS = 64
@@ -21,16 +21,10 @@ def macros(affine: torch.dtype) -> tuple[str, ...]:
     return f"-DTHREADS={THREADS}", "-DBLOCKS_PER_SM=4", f"-DAFFINE={_AFFINE[affine]}", "--fmad=false"
 
 
-def build(capability: tuple[int, int], affine: torch.dtype) -> bytes:
-    """The cubin for one GPU architecture; affine: as for ``macros``. Raises CudaError."""
-    source, headers = sources("index_keys.cu")
-    return compile_cuda(source, "index_keys.cu", capability, macros(affine), headers)
-
-
 @functools.cache
 def kernel(device: int, affine: torch.dtype = torch.float32) -> CudaKernel:
     """The kernel on a device; affine: as for ``macros``. Raises CudaError or OSError where it cannot be built."""
-    cubin = build(torch.cuda.get_device_capability(device), affine)
+    cubin = build("index_keys.cu", torch.cuda.get_device_capability(device), macros(affine))
     return CudaKernel(cubin, "prepare_keys", device, THREADS, 0, LAYOUT)
 
 
@@ -42,9 +36,7 @@ def missing_on(device: int, affine: torch.dtype = torch.float32) -> str | None:
 
 def missing() -> str | None:
     """Why the kernel cannot run on the current device, or None."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return missing_on(torch.cuda.current_device())
+    return missing_here(missing_on)
 
 
 def refuses(
@@ -111,10 +103,13 @@ def launch(
     eps: float,
     positions: torch.Tensor,
     cos_sin_cache: torch.Tensor,
+    interleaved: bool,
+    hadamard: bool,
     cache: torch.Tensor,
     slots: torch.Tensor,
+    round_scale: bool,
 ) -> None:
-    """Write the keys to the cache, for what ``refuses`` lets through. Raises CudaError if the launch is refused."""
+    """``index_k_prepare_store`` for what ``refuses`` lets through. Raises CudaError if the launch is refused."""
     if k.shape[0]:
         fields = arguments(k, weight, bias, eps, positions, cos_sin_cache, cache, slots)
         kernel(k.get_device(), weight.dtype).launch(blocks(k.shape[0]), fields)

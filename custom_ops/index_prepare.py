@@ -205,22 +205,6 @@ def _triton_k(
         )  # fmt: skip
 
 
-def _cuda_k(
-    k: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    eps: float,
-    positions: torch.Tensor,
-    cos_sin_cache: torch.Tensor,
-    interleaved: bool,
-    hadamard: bool,
-    cache: torch.Tensor,
-    slots: torch.Tensor,
-    round_scale: bool,
-) -> None:
-    index_keys_cuda.launch(k, weight, bias, eps, positions, cos_sin_cache, cache, slots)
-
-
 define(
     "index_k_prepare_store(Tensor k, Tensor weight, Tensor? bias, float eps, Tensor positions,"
     " Tensor cos_sin_cache, bool interleaved, bool hadamard, Tensor(a!) cache, Tensor slots,"
@@ -230,7 +214,7 @@ define(
     check=_check_k,
     providers={
         "triton": Provider(_triton_k),
-        "cuda": Provider(_cuda_k, index_keys_cuda.refuses, index_keys_cuda.missing),
+        "cuda": Provider(index_keys_cuda.launch, index_keys_cuda.refuses, index_keys_cuda.missing),
     },
     preference=("cuda", "triton"),
 )

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
+from custom_ops._nvrtc import CudaKernel, build, missing_here, obstacle
 
 LAYOUT = "PPPPPqqii"  # struct Arguments
 THREADS = 128
@@ -15,16 +15,10 @@ _LANES = 4  # threads of a row
 _WIDE = 8  # elements of a load
 
 
-def build(capability: tuple[int, int]) -> bytes:
-    """The cubin for one GPU architecture. Raises CudaError."""
-    source, headers = sources("index_queries.cu")
-    return compile_cuda(source, "index_queries.cu", capability, MACROS, headers)
-
-
 @functools.cache
 def kernel(device: int) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
-    cubin = build(torch.cuda.get_device_capability(device))
+    cubin = build("index_queries.cu", torch.cuda.get_device_capability(device), MACROS)
     return CudaKernel(cubin, "prepare_queries", device, THREADS, 0, LAYOUT)
 
 
@@ -36,9 +30,7 @@ def missing_on(device: int) -> str | None:
 
 def missing() -> str | None:
     """Why the kernel cannot run on the current device, or None."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return missing_on(torch.cuda.current_device())
+    return missing_here(missing_on)
 
 
 def refuses(

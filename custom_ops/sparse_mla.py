@@ -13,11 +13,10 @@ import torch
 from custom_ops import sparse_mla_cuda, trtllm_mla, vendor
 from custom_ops._checks import E4M3, FLOATS, check_range, check_tensor
 from custom_ops._register import Provider, define, require
-from custom_ops.sparse_mla_kernels import LATENT, PACKED_BYTES, ROPE, ROW, launch_sparse_mla
+from custom_ops.sparse_mla_kernels import LATENT, LAYOUTS, PACKED_BYTES, ROPE, ROW, launch_sparse_mla
 
 __all__ = ["LATENT", "ROPE", "ROW", "sparse_mla"]
 GROUP = 128
-LAYOUTS = ("bf16", "fp8_packed", "fp8")
 
 
 def load_latent_rows(cache: torch.Tensor, slots: torch.Tensor, layout: str, into: torch.Tensor) -> None:

@@ -7,22 +7,23 @@ from dataclasses import dataclass
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
+from custom_ops import vendor
+from custom_ops._nvrtc import CudaKernel, build, missing_here, multiprocessors, obstacle
+from custom_ops.sparse_mla_kernels import LATENT, LAYOUTS, PACKED_BYTES, ROW
 
 ARGUMENTS = "PPPPPfiii"  # struct Arguments
-LAYOUTS = ("bf16", "fp8_packed", "fp8")
 PARTS = 8  # of a row's selection, merged in order
 TILE = 32  # tokens
 MAX_HEADS = 16
 _THREADS = 256
-_STORED = (1152, 656, 576)  # bytes of a token
-_WIDE = 1168  # bytes from token to token of a float8 tile that is widened
+_STORED = (2 * ROW, PACKED_BYTES, ROW)  # bytes of a token
+_WIDE = 2 * ROW + 16  # bytes from token to token of a float8 tile that is widened
 _SM_SHARED = 228 << 10  # bytes, of which a block takes 1 KiB more than it says
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tuning:
-    """How sparse_mla.cu is built; the names are its macros in lower case."""
+    """How sparse_mla.cu is built; the names are its macros in lower case. By identity: every launch looks one up."""
 
     layout: int
     head_tiles: int
@@ -40,13 +41,17 @@ class Tuning:
         stage = TILE * (_STORED[self.layout] + 4) + 8
         wide = TILE * _WIDE if self.layout else 16
         scores = 4 * 4 * heads * (TILE + 4)
-        state = 4 * heads * (512 + 4 + 2)
+        state = 4 * heads * (LATENT + 4 + 2)
         return -(-(self.stages * stage + wide + scores + 12 * heads) // 16) * 16 + state
 
 
+# A multiprocessor has room for two blocks of eight heads, or for one of 16.
+_TUNINGS = {(layout, tiles): Tuning(i, tiles, 2 // tiles) for i, layout in enumerate(LAYOUTS) for tiles in (1, 2)}
+
+
 def tuning_of(layout: str, heads: int) -> Tuning:
-    """What serves rows of ``heads`` heads."""
-    return Tuning(LAYOUTS.index(layout), 1, 2) if heads <= 8 else Tuning(LAYOUTS.index(layout), 2, 1)
+    """What serves rows of ``heads`` heads, up to ``MAX_HEADS``."""
+    return _TUNINGS[layout, 1 if heads <= 8 else 2]
 
 
 def part_of(k: int) -> int:
@@ -54,22 +59,16 @@ def part_of(k: int) -> int:
     return -(-k // (PARTS * TILE)) * TILE
 
 
-def blocks_of_a_row(rows: int, heads: int, multiprocessors: int) -> int:
-    """How many blocks share each row: as many as there is room for at once."""
-    room = multiprocessors * tuning_of("bf16", heads).blocks_per_sm
+def blocks_of_a_row(rows: int, heads: int, sms: int) -> int:
+    """How many blocks share each row: as many as there is room for at once on ``sms`` multiprocessors."""
+    room = sms * tuning_of("bf16", heads).blocks_per_sm
     return next((blocks for blocks in (8, 2) if blocks * rows <= room), 1)
-
-
-def build(capability: tuple[int, int], tuning: Tuning) -> bytes:
-    """The cubin for one GPU architecture. Raises CudaError."""
-    source, headers = sources("sparse_mla.cu")
-    return compile_cuda(source, "sparse_mla.cu", capability, tuning.macros, headers)
 
 
 @functools.cache
 def kernel(device: int, tuning: Tuning) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
-    cubin = build(torch.cuda.get_device_capability(device), tuning)
+    cubin = build("sparse_mla.cu", torch.cuda.get_device_capability(device), tuning.macros)
     return CudaKernel(cubin, "sparse_mla_rows", device, _THREADS, tuning.shared, ARGUMENTS)
 
 
@@ -81,9 +80,7 @@ def missing_on(device: int, tuning: Tuning) -> str | None:
 
 def missing() -> str | None:
     """Why the kernel cannot run on the current device, or None."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return missing_on(torch.cuda.current_device(), tuning_of("bf16", 8))
+    return missing_here(lambda device: missing_on(device, tuning_of("bf16", 8)))
 
 
 def refuses(
@@ -118,17 +115,11 @@ def slower(
 ) -> str | None:
     """As measured on an H200, with 100 and 2048 selected tokens: one block of 16 heads fills a multiprocessor."""
     rows, heads = q.shape[:2]
-    major, minor = torch.cuda.get_device_capability(q.device)
-    if major != 9:
-        return f"not measured on sm_{major}{minor}"
-    if layout == "bf16" and heads > 8 and blocks_of_a_row(rows, heads, _multiprocessors(q.get_device())) == 1:
+    if vendor._arch() != 9:
+        return "measured on sm_90 only"
+    if layout == "bf16" and heads > 8 and blocks_of_a_row(rows, heads, multiprocessors(q.get_device())) == 1:
         return f"{rows} rows of {heads} heads take less time with 64 heads a block"
     return None
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def launch(
@@ -151,7 +142,7 @@ def launch(
         return
     device = q.get_device()
     if blocks is None:
-        blocks = blocks_of_a_row(rows, heads, _multiprocessors(device))
+        blocks = blocks_of_a_row(rows, heads, multiprocessors(device))
     if tuning is None:
         tuning = tuning_of(layout, heads)
     kernel(device, tuning).launch(

@@ -285,9 +285,6 @@ __device__ __forceinline__ void topk_row(const Arguments& a, int index) {
         write(s, true, k, row.length, table, out);
         return;
     }
-    if (PREFETCH_BYTES && !SPLIT && threadIdx.x == 0) {
-        prefetch_l2(row.first - row.lead + (row.lead ? 4 : 0), min(PREFETCH_BYTES, row.length / 4 * 16 - 16));
-    }
     if (SPLIT) cluster_arrive();  // what others append to is ready
     if (EAGER && start == 0) drop_behind(row, from, stride, v);
     else load_tiles(row, from, stride, v);

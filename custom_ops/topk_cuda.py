@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, compile_cuda, obstacle, sources
+from custom_ops._nvrtc import CudaKernel, build, missing_here, multiprocessors, obstacle
 
 _LAYOUT = "PPPPPPqqiii"  # struct Arguments
 _OPTIONS = ("--prec-div=false", "--prec-sqrt=false")  # of the sample's rank, which need not be exact
@@ -27,7 +27,6 @@ class Tuning:
     log_bins: int = 11
     sample_quads: int = 1
     blocks_per_sm: int = 2
-    prefetch_bytes: int = 0
     sample_sigmas: float = 6.0
     split: int = 0
     eager: int = 0
@@ -76,9 +75,7 @@ def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tunin
 @functools.cache
 def kernel(device: int, tuning: Tuning) -> CudaKernel:
     """The kernel on a device. Raises CudaError or OSError where it cannot be built."""
-    source, headers = sources("topk.cu")
-    capability = torch.cuda.get_device_capability(device)
-    cubin = compile_cuda(source, "topk.cu", capability, [*tuning.macros, *_OPTIONS], headers)
+    cubin = build("topk.cu", torch.cuda.get_device_capability(device), [*tuning.macros, *_OPTIONS])
     return CudaKernel(cubin, "topk_rows", device, tuning.threads, tuning.shared, _LAYOUT)
 
 
@@ -90,9 +87,7 @@ def missing_on(device: int) -> str | None:
 
 def missing() -> str | None:
     """Why the kernels cannot run on the current device, or None."""
-    if not torch.cuda.is_available():
-        return "there is no CUDA device"
-    return missing_on(torch.cuda.current_device())
+    return missing_here(missing_on)
 
 
 def refuses(logits: torch.Tensor, k: int) -> str | None:
@@ -102,11 +97,6 @@ def refuses(logits: torch.Tensor, k: int) -> str | None:
     if not logits.is_cuda:
         return "logits are not on a CUDA device"
     return missing_on(logits.get_device())
-
-
-@functools.cache
-def _multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:
@@ -143,11 +133,11 @@ def launch(
     if rows == 0:
         return
     device = logits.get_device()
-    width, multiprocessors = logits.shape[1], _multiprocessors(device)
+    width, sms = logits.shape[1], multiprocessors(device)
     if blocks is None:
-        blocks = blocks_of_a_row(rows, width, multiprocessors)
+        blocks = blocks_of_a_row(rows, width, sms)
     if tuning is None:
-        tuning = tuning_of(rows, width, blocks, multiprocessors)
+        tuning = tuning_of(rows, width, blocks, sms)
     kernel(device, tuning).launch(
         rows * blocks,
         (

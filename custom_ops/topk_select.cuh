@@ -13,10 +13,6 @@ __device__ __forceinline__ float4 load_quad(const float* at) {
     return v;
 }
 
-__device__ __forceinline__ void prefetch_l2(const float* at, unsigned bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes) : "memory");
-}
-
 // Where the object at ``mine`` lies in the shared memory of the cluster's first block.
 __device__ __forceinline__ unsigned leaders(const void* mine) {
     unsigned there;

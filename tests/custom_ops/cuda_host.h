@@ -241,4 +241,3 @@ inline float4 load_quad(const float* at) {
     }
     return {at[0], at[1], at[2], at[3]};
 }
-inline void prefetch_l2(const float*, unsigned) {}

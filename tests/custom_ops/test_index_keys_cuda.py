@@ -18,7 +18,7 @@ from hypothesis import given, settings
 
 import custom_ops
 from custom_ops import index_keys_cuda as keys
-from custom_ops._nvrtc import CudaError, _nvrtc
+from custom_ops._nvrtc import CudaError, _nvrtc, build
 from custom_ops._register import use_provider
 from custom_ops.hadamard import hadamard_reference
 from custom_ops.index_cache import index_k_store_reference
@@ -275,7 +275,7 @@ def test_compiles(capability: tuple[int, int], affine: torch.dtype) -> None:
         _nvrtc()
     except CudaError as error:
         pytest.skip(f"no NVRTC: {error}")
-    assert keys.build(capability, affine)[:4] == b"\x7fELF"
+    assert build("index_keys.cu", capability, keys.macros(affine))[:4] == b"\x7fELF"
 
 
 def on_gpu(rows: int, stride: int = 128, affine: torch.dtype = torch.float32, with_bias: bool = True) -> dict:

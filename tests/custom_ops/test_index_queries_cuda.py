@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 
 from custom_ops import index_queries_cuda as queries
-from custom_ops._nvrtc import CudaError, _nvrtc
+from custom_ops._nvrtc import CudaError, _nvrtc, build
 from custom_ops.index_queries import index_q_prepare_reference
 from tests.custom_ops import strategies as s
 from tests.custom_ops.test_index_prepare import GLM, V32, q_arguments
@@ -120,7 +120,7 @@ def test_compiles(capability: tuple[int, int]) -> None:
         _nvrtc()
     except CudaError as error:
         pytest.skip(f"no NVRTC: {error}")
-    assert queries.build(capability)[:4] == b"\x7fELF"
+    assert build("index_queries.cu", capability, queries.MACROS)[:4] == b"\x7fELF"
 
 
 @pytest.mark.gpu

@@ -230,8 +230,7 @@ def test_who_serves_few_rows_is_a_matter_of_all_rows(
             refuses = lambda q, *rest: None if cuda and q.shape[1] <= 16 else "not here"  # noqa: E731
             provider = replace(provider, missing=lambda: None, supports=refuses)
         monkeypatch.setitem(op.providers, name, replace(provider, run=run))
-    monkeypatch.setattr(sparse_mla_cuda, "_multiprocessors", lambda device: 132)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(sparse_mla_cuda, "multiprocessors", lambda device: 132)
     monkeypatch.setattr(_register, "_on_cuda", lambda args: True)
     args = tuple(test_sparse_mla.arguments([1] * rows, heads, 4).values())
     context = ForwardContext(batch([1], [5], rows=rows))
