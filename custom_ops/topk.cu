@@ -3,12 +3,12 @@
 // A row that fits into registers is selected from there. Of a longer one, a sample gives a threshold that somewhat more
 // than k of its elements reach. These are gathered in shared memory as the row streams by, without a barrier; a radix
 // select finds the cut among them, and a bitmap over the positions puts the selected in order. Where too many elements
-// reach the threshold, or fewer than k do, it is slower, never wrong: the row is read again, a tile at a time, and what
-// was gathered is cut back to the best k whenever it is full.
+// reach the threshold, or fewer than k do, it is slower, never wrong: the row is read again by another threshold; where
+// that does not help, a tile at a time, and what was gathered is cut back to the best k whenever it is full.
 //
 // THREADS a block; CAPACITY elements gathered; MAX_K >= k; UNROLL: loads of 16 bytes in flight a thread; IN_REGISTERS:
-// of 16 bytes a thread at most of a row that is selected from registers; 1 << LOG_BINS: of a histogram; SAMPLE_QUADS:
-// of 4 elements a thread; SPLIT: 1 where clusters share rows; EAGER: 1 where rows are read before their place is known.
+// of 16 bytes a thread at most of a row that is selected from registers; 1 << LOG_BINS: of a histogram; SPLIT: 1 where
+// clusters share rows, which are read before their place is known.
 
 #include "topk_gather.cuh"
 
@@ -21,28 +21,16 @@ struct Sample {
 // A threshold that somewhat more than k of the row's elements reach: the sample's element of that rank. The bins were
 // cleared, by threads that have not met since.
 __device__ __forceinline__ Sample take_sample(Shared& s, const Row& row, int k) {
-    constexpr int SAMPLES = 4 * SAMPLE_QUADS * THREADS;
-    constexpr int LOG_QUADS = log2_of(SAMPLE_QUADS * THREADS);
+    constexpr int SAMPLES = 4 * THREADS;
     const float share = (float)k / row.length, mean = SAMPLES * share;
     const int rank = (int)(mean + SAMPLE_SIGMAS * sqrtf(mean * (1 - share))) + 2;
     if (rank >= SAMPLES) return Sample{};
     // One quad of each stretch, at a place that no period of the data can follow.
-    unsigned keys[SAMPLE_QUADS][4], most = 0;
+    const unsigned fraction = threadIdx.x << (32 - LOG_THREADS) | (threadIdx.x * 2654435761u) >> LOG_THREADS;
+    const float4 v = load(row, __umulhi(fraction, row.quads));
+    unsigned keys[4] = {__float_as_uint(v.x), __float_as_uint(v.y), __float_as_uint(v.z), __float_as_uint(v.w)}, most = 0;
 #pragma unroll
-    for (int q = 0; q < SAMPLE_QUADS; ++q) {
-        const unsigned stretch = q * THREADS + threadIdx.x;
-        const unsigned fraction = stretch << (32 - LOG_QUADS) | (stretch * 2654435761u) >> LOG_QUADS;
-        const float4 v = load(row, __umulhi(fraction, row.quads));
-        keys[q][0] = __float_as_uint(v.x);
-        keys[q][1] = __float_as_uint(v.y);
-        keys[q][2] = __float_as_uint(v.z);
-        keys[q][3] = __float_as_uint(v.w);
-    }
-#pragma unroll
-    for (int q = 0; q < SAMPLE_QUADS; ++q) {
-#pragma unroll
-        for (int c = 0; c < 4; ++c) most = max(most, keys[q][c] = order_key(keys[q][c]));
-    }
+    for (int c = 0; c < 4; ++c) most = max(most, keys[c] = order_key(keys[c]));
     most = __reduce_max_sync(ALL, most);
     if (lane() == 0) s.warp_high[warp()] = most;
     __syncthreads();
@@ -50,17 +38,14 @@ __device__ __forceinline__ Sample take_sample(Shared& s, const Row& row, int k) 
     // A guess that mostly holds, for one round less: the threshold is within 2^GUESSED keys, 16-fold, of the highest.
     constexpr int GUESSED = 25;
     const unsigned guess = most - min(most, 1u << GUESSED);
-    const Search search{guess, GUESSED - LOG_BINS, rank / 16, false};
-    const Range found = find_range<false>(s, rank, row.length, search, [&](auto f) {
+    const Search search{guess, GUESSED - LOG_BINS, rank / 16};
+    const Range found = find_range<false>(s, rank, search, [&](auto f) {
 #pragma unroll
-        for (int q = 0; q < SAMPLE_QUADS; ++q) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) f(keys[q][c], 0u);
-        }
+        for (int c = 0; c < 4; ++c) f(keys[c], 0u);
     });
     if (found.low == 0) return Sample{};
-    const unsigned span = max(most, found.low) - found.low;
-    return Sample{found.low, (unsigned)max(0, WHOLE_SHIFT - __clz(span)), found.tied};
+    const unsigned low = max(found.low, MINUS_INFINITY), span = max(most, low) - low;
+    return Sample{low, (unsigned)max(0, WHOLE_SHIFT - __clz(span)), found.tied};
 }
 
 __device__ __forceinline__ int mapped(const int* table, int position) {
@@ -75,14 +60,15 @@ __device__ __noinline__ unsigned list_bits(Shared& s, int words, int from, unsig
     unsigned sum = 0, total;
 #pragma unroll 1
     for (int i = first; i < stop; ++i) sum += __popc(s.bins[i]);
-    unsigned rank = written + exclusive_sum(s, sum, total);
+    unsigned rank = written + exclusive_sum(s, sum, total) + sum;
 #pragma unroll 1
-    for (int i = first; i < stop; ++i) {
+    for (int i = stop - 1; i >= first; --i) {  // from behind: the highest bit is found at once
 #pragma unroll 1
-        for (unsigned bits = s.bins[i]; bits; bits &= bits - 1) {
-            const int position = from + 32 * i + __ffs(bits) - 1;
-            if (out) out[rank++] = mapped(table, position);
-            else s.stage[rank++] = position;
+        for (unsigned bits = s.bins[i]; bits;) {
+            const int top = 31 - __clz(bits), position = from + 32 * i + top;
+            bits ^= 1u << top;
+            if (out) out[--rank] = mapped(table, position);
+            else s.stage[--rank] = position;
         }
     }
     __syncthreads();
@@ -145,7 +131,7 @@ __device__ __forceinline__ void select_in_registers(Shared& s, const Row& row, i
     // What is outside of the row has the key of NaN. It can be counted where only NaN is left to select, as tied.
     const int position = 4 * (int)threadIdx.x - row.lead;
     __syncthreads();
-    const Range found = find_range<false>(s, k, row.length, Search{0, WHOLE_SHIFT, 0, false}, [&](auto f) {
+    const Range found = find_range<false>(s, k, Search{0, WHOLE_SHIFT, 0}, [&](auto f) {
 #pragma unroll
         for (int u = 0; u < N; ++u) {
             if (u * THREADS < row.quads) {
@@ -200,7 +186,11 @@ __device__ __forceinline__ void select_items(Shared& s, const Row& row, int coun
     constexpr int WINDOW = 32 * BINS;
     Range r{0, ALL, (unsigned)count, (unsigned)count, false, 0, false};
     if (count > k) r = range_of_items<true>(s, count, k, row.length, low, shift);
-    const unsigned high = r.low + r.width;
+    // By key: ``least`` and above is selected, if any is, and of what is ``close`` the caller's few are ranked.
+    const unsigned high = r.low + r.width, close_low = r.by_position ? r.key : r.low;
+    const unsigned close_width = r.by_position ? 0 : r.width;
+    const unsigned least = r.by_position ? r.key + 1 : r.tied ? high + 1 : r.low;
+    const bool any = r.by_position || !r.tied || high != ALL;
     const bool one_window = row.length <= WINDOW;
     unsigned written = 0;
     for (int from = 0; from < row.length; from += WINDOW) {
@@ -213,15 +203,15 @@ __device__ __forceinline__ void select_items(Shared& s, const Row& row, int coun
             const unsigned at = position - from;
             if (at < WINDOW) atomicOr(&s.bins[at >> 5], 1u << (at & 31));
         };
-#pragma unroll 2
-        for (int i = threadIdx.x; i < count; i += THREADS) {
-            const uint2 item = s.items[i];
-            const unsigned key = order_key(item.x), value = r.value(key, item.y);
-            const bool inside = value - r.low <= r.width && r.equal(key);
-            const bool above = (value > high && r.equal(key)) || (r.by_position && key > r.key);
-            if (above || (inside && !r.tied)) mark(item.y);
-            else if (inside) s.few[atomicAdd(&s.few_count, 1)] = make_uint2(key, ~item.y);
-        }
+        each_item(s, count, [&](unsigned key, unsigned position) {
+            if (key >= least && any) {
+                mark(position);
+            } else if (key - close_low <= close_width) {
+                const unsigned value = r.by_position ? ~position : key;
+                if (r.by_position && (value > high || (value >= r.low && !r.tied))) mark(position);
+                else if (value - r.low <= r.width) s.few[shared_add(&s.few_count, 1)] = make_uint2(key, ~position);
+            }
+        });
         __syncthreads();
         if (r.tied) {
             if (warp() == 0) {
@@ -268,7 +258,7 @@ __device__ __forceinline__ void topk_row(const Arguments& a, int index) {
     const int* table = nullptr;
     if (index < a.valid_rows) {
         const float* columns = a.logits + index * a.row_stride;
-        if (EAGER) load_tiles(row_at(columns, a.width), from, stride, v);
+        if (SPLIT) load_tiles(row_at(columns, a.width), from, stride, v);
         if (a.starts) start = a.starts[index];
         row = row_at(columns + start, a.lengths[index]);
         if (a.page_table) table = a.page_table + a.request_of_row[index] * a.table_stride;
@@ -286,22 +276,17 @@ __device__ __forceinline__ void topk_row(const Arguments& a, int index) {
         return;
     }
     if (SPLIT) cluster_arrive();  // what others append to is ready
-    if (EAGER && start == 0) drop_behind(row, from, stride, v);
+    if (SPLIT && start == 0) drop_behind(row, from, stride, v);
     else load_tiles(row, from, stride, v);
     const Sample sample = take_sample(s, row, k);
     if (SPLIT) cluster_wait();
     unsigned low = sample.low;
     if (low) {
         // All blocks of a cluster see the same sample, so the same threshold; the first gathers for all.
-        const float threshold = float_from(low + sample.tied);
+        const float below = float_below(low + sample.tied);
         for (;;) {
-            constexpr int M = N % 4 == 0 ? 4 : N;  // of more at once registers are spilled
-#pragma unroll
-            for (int u = 0; u < N; u += M) {
-                const int position = 4 * (from + u * stride + (int)threadIdx.x) - row.lead;
-                const float4(&part_of_v)[M] = reinterpret_cast<const float4(&)[M]>(v[u]);
-                append<M, SPLIT>(s, part_of_v, position, stride, [&](int, float x) { return x >= threshold; });
-            }
+            const int position = 4 * (from + (int)threadIdx.x) - row.lead;
+            append<N, true, SPLIT>(s, v, elements_above(v, below), position, stride);
             from += N * stride;
             if (from >= row.quads) break;
             load_tiles(row, from, stride, v);
@@ -315,13 +300,18 @@ __device__ __forceinline__ void topk_row(const Arguments& a, int index) {
     }
     if (part) return;
     int count = low ? s.gathered : 0, shift = sample.shift;
-    if (sample.tied && count < k) count = gather_ties(s, row, k, float_from(low));
-    if (count > CAPACITY) count = gather(s, row, k, low);
+    if (sample.tied && count < k) count = gather_ties(s, row, k, float_of(low));
+    if (low && (count < k || count > CAPACITY)) {
+        // The sample misled. So far below, or above, it seldom does: a sixteenth of what is up to the highest element.
+        const unsigned step = 1u << (shift + LOG_BINS - 4);
+        low = count < k ? low - min(low - MINUS_INFINITY, step) : low + min(ALL - low, step);
+        count = stream(s, row, float_below(max(low, MINUS_INFINITY + 1)));
+    }
     if (count < k) {
         low = 0;
         shift = WHOLE_SHIFT;
-        count = gather(s, row, k, 0);
     }
+    if (count < k || count > CAPACITY) count = gather(s, row, k, low);
     select_items(s, row, count, k, low, shift, table, out);
 }
 

@@ -22,14 +22,12 @@ class Tuning:
     threads: int = 512
     capacity: int = 8192
     max_k: int = 2048
-    unroll: int = 8
-    in_registers: int = 8
+    unroll: int = 4
+    in_registers: int = 4
     log_bins: int = 11
-    sample_quads: int = 1
     blocks_per_sm: int = 2
-    sample_sigmas: float = 6.0
+    sample_sigmas: float = 4.0
     split: int = 0
-    eager: int = 0
 
     @property
     def macros(self) -> list[str]:
@@ -41,19 +39,19 @@ class Tuning:
         return 8 * self.capacity + 4 * 2**self.log_bins + 8 * 32 + 4 * (64 + 1 + 3 + 2)
 
 
-# By time on an H200. Rows of up to 4 * threads * in_registers columns are read once into registers. Of the clocks that
-# STREAM spends on a row of 12288 columns a third go to reading: its blocks are many, so that others wait for memory.
-LONG = Tuning(unroll=4)
-MEDIUM = Tuning(threads=256, capacity=4096, unroll=1, log_bins=10, blocks_per_sm=5)
-SHORT = Tuning(threads=256, capacity=3392, unroll=1, in_registers=4, log_bins=10, blocks_per_sm=7)
+# By time on an H200. Rows of up to 4 * threads * in_registers columns are read once into registers. Of longer ones the
+# time goes to instructions and to waiting, which many small blocks hide; the wider, the more must fit of what a sample
+# lets through.
+SHORT = Tuning(threads=256, capacity=3392, unroll=1, log_bins=10, blocks_per_sm=7)
+MEDIUM = Tuning(threads=256, capacity=4096, unroll=1, in_registers=8, log_bins=10, blocks_per_sm=5)
 STREAM = Tuning(
-    threads=256, capacity=3392, unroll=4, in_registers=4,
-    log_bins=10, sample_quads=2, blocks_per_sm=5, sample_sigmas=3.0,
-)  # fmt: skip
-ALONE = Tuning(threads=1024, unroll=4, in_registers=4, blocks_per_sm=1)
-WIDE = Tuning(threads=1024, unroll=8, in_registers=4, blocks_per_sm=1, eager=1)
-SPLIT = Tuning(threads=1024, unroll=2, in_registers=4, blocks_per_sm=1, split=1, eager=1)
-TUNINGS = (LONG, MEDIUM, SHORT, STREAM, ALONE, WIDE, SPLIT)
+    threads=256, capacity=3392, log_bins=10, blocks_per_sm=6, sample_sigmas=3.5
+)
+WIDE = Tuning(threads=256, capacity=4096, log_bins=10, blocks_per_sm=5)
+LONG = Tuning(capacity=6144, blocks_per_sm=3)
+ALONE = Tuning(threads=1024, blocks_per_sm=1)
+SPLIT = Tuning(threads=1024, unroll=2, blocks_per_sm=1, split=1)
+TUNINGS = (SHORT, MEDIUM, STREAM, WIDE, LONG, ALONE, SPLIT)
 
 
 def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tuning:
@@ -65,11 +63,11 @@ def tuning_of(rows: int, width: int, blocks: int, multiprocessors: int) -> Tunin
         return SPLIT
     if width <= 4096:
         return SHORT
-    if rows <= multiprocessors:
-        return ALONE if width <= 16384 else WIDE
-    if rows > 2 * multiprocessors and width <= 20480:
-        return MEDIUM if width <= 8192 else STREAM
-    return LONG
+    if rows <= multiprocessors and width <= 16384:
+        return ALONE
+    if rows <= 2 * multiprocessors or width > 32768:
+        return LONG
+    return MEDIUM if width <= 8192 else STREAM if width <= 20480 else WIDE
 
 
 @functools.cache

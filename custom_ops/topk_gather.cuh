@@ -69,30 +69,52 @@ __device__ __forceinline__ void drop_behind(const Row& row, int from, int stride
     }
 }
 
-// Appends to the items what passes(i, x) of the quads' elements, i counted through them; ``position`` is that of the
-// first, a quad follows ``stride`` quads behind the other. What does not fit is counted and not stored. REMOTE: to the
-// first block of the cluster.
-template <int N, bool REMOTE, class Passes>
-__device__ __forceinline__ void append(Shared& s, const float4 (&v)[N], int position, int stride, const Passes& passes) {
-    unsigned mine = 0;
+// Which of the quads' elements are above ``below``: a bit each, the first element's the highest. The sign of a difference,
+// as a comparison would take a predicate. NaN is not above; +0 and -0 are equal.
+template <int N>
+__device__ __forceinline__ unsigned elements_above(const float4 (&v)[N], float below) {
+    unsigned mask = 0;
 #pragma unroll
     for (int u = 0; u < N; ++u) {
-        mine += passes(4 * u + 0, v[u].x);
-        mine += passes(4 * u + 1, v[u].y);
-        mine += passes(4 * u + 2, v[u].z);
-        mine += passes(4 * u + 3, v[u].w);
+        mask = __funnelshift_l(difference(below, v[u].x), mask, 1);
+        mask = __funnelshift_l(difference(below, v[u].y), mask, 1);
+        mask = __funnelshift_l(difference(below, v[u].z), mask, 1);
+        mask = __funnelshift_l(difference(below, v[u].w), mask, 1);
     }
-    const unsigned inclusive = warp_inclusive_sum(mine);
+    return mask;
+}
+
+// The same of those that passes(i, x) holds for, i counted through them.
+template <int N, class Passes>
+__device__ __forceinline__ unsigned elements_that(const float4 (&v)[N], const Passes& passes) {
+    unsigned mask = 0;
+#pragma unroll
+    for (int u = 0; u < N; ++u) {
+        mask = 2 * mask + passes(4 * u + 0, v[u].x);
+        mask = 2 * mask + passes(4 * u + 1, v[u].y);
+        mask = 2 * mask + passes(4 * u + 2, v[u].z);
+        mask = 2 * mask + passes(4 * u + 3, v[u].w);
+    }
+    return mask;
+}
+
+// Appends to the items those of the quads' elements that ``mask`` names; ``position`` is that of the first, a quad
+// follows ``stride`` quads behind the other. What does not fit is counted and not stored. NUMBERS: none is NaN. REMOTE:
+// to the first block of the cluster.
+template <int N, bool NUMBERS, bool REMOTE>
+__device__ __forceinline__ void append(Shared& s, const float4 (&v)[N], unsigned mask, int position, int stride) {
+    const unsigned mine = __popc(mask), inclusive = warp_inclusive_sum(mine);
     unsigned start = 0;
     if (lane() == 31 && inclusive) {
-        start = REMOTE ? leader_add(&s.gathered, inclusive) : atomicAdd(&s.gathered, inclusive);
+        // Were the address one that all lanes have, the compiler would add up what the lanes bring first.
+        start = REMOTE ? leader_add(&s.gathered, inclusive) : shared_add(&s.gathered + (31 - lane()), inclusive);
     }
     const unsigned index = __shfl_sync(ALL, start, 31) + inclusive - mine;
     if (index + mine > CAPACITY) return;
     uint2* item = s.items + index;
     auto put = [&](int i, float x) {
-        if (passes(i, x)) {
-            const uint2 value = make_uint2(__float_as_uint(x), position + 4 * (i / 4) * stride + i % 4);
+        if (mask >> (4 * N - 1 - i) & 1) {
+            const uint2 value = make_uint2(NUMBERS ? item_of_number(x) : item_of(x), position + 4 * (i / 4) * stride + i % 4);
             if (REMOTE) leader_store(item, value);
             else *item = value;
             ++item;
@@ -107,12 +129,47 @@ __device__ __forceinline__ void append(Shared& s, const float4 (&v)[N], int posi
     }
 }
 
+// Gathers what is above ``below``. Returns how many, or more than fit. Not inlined: few rows need it.
+__device__ __noinline__ int stream(Shared& s, Row row, float below) {
+    constexpr int N = 4;
+    __syncthreads();
+    if (threadIdx.x == 0) s.gathered = 0;
+    __syncthreads();
+    for (int from = 0; from < row.quads; from += N * THREADS) {
+        float4 v[N];
+        load_tiles(row, from, THREADS, v);
+        append<N, true, false>(s, v, elements_above(v, below), 4 * (from + (int)threadIdx.x) - row.lead, THREADS);
+    }
+    __syncthreads();
+    return s.gathered;
+}
+
+// Calls f(key, position) for this thread's of the items.
+template <class F>
+__device__ __forceinline__ void each_item(const Shared& s, int count, const F& f) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < count; i += THREADS) {
+        const uint2 item = s.items[i];
+        f(key_of(item.x), item.y);
+    }
+}
+
+// Of the items of one key, as many as are needed, those in front. Not inlined: few rows need it.
+template <bool STOP_AT_FEW>
+__device__ __noinline__ Range range_by_position(Shared& s, int count, int length, Range r) {
+    r.by_position = true;
+    r.key = r.low;
+    r.width = length - 1;
+    r.low = ~r.width;
+    narrow<STOP_AT_FEW, true>(s, r, max(0, WHOLE_SHIFT - __clz(r.width)), 0, [&](auto f) { each_item(s, count, f); });
+    return r;
+}
+
 template <bool STOP_AT_FEW>
 __device__ __forceinline__ Range range_of_items(Shared& s, int count, int k, int length, unsigned low, int shift) {
-    return find_range<STOP_AT_FEW>(s, k, length, Search{low, shift, 0, true}, [&](auto f) {
-#pragma unroll 2
-        for (int i = threadIdx.x; i < count; i += THREADS) f(order_key(s.items[i].x), s.items[i].y);
-    });
+    const Range r = find_range<STOP_AT_FEW>(s, k, Search{low, shift, 0}, [&](auto f) { each_item(s, count, f); });
+    if (!r.tied || (STOP_AT_FEW && r.inside <= FEW)) return r;
+    return range_by_position<STOP_AT_FEW>(s, count, length, r);
 }
 
 // Leaves the best k of items[0, count) in front, in any order. The key of the last of them.
@@ -122,7 +179,7 @@ __device__ __noinline__ unsigned prune(Shared& s, int count, int k, int length) 
     for (int at = 0; at < count; at += THREADS) {
         const int i = at + threadIdx.x;
         const uint2 item = i < count ? s.items[i] : make_uint2(0, 0);
-        const bool stays = i < count && selected(order_key(item.x), item.y, cut);
+        const bool stays = i < count && selected(key_of(item.x), item.y, cut);
         __syncthreads();  // all is read that is overwritten now
         const unsigned index = claim(&s.stayed, stays);
         if (stays) s.items[index] = item;
@@ -149,9 +206,10 @@ __device__ __noinline__ int gather(Shared& s, Row row, int k, unsigned least) {
         float4 v[1];
         load_tiles(row, from, THREADS, v);
         const int position = 4 * (from + (int)threadIdx.x) - row.lead;
-        append<1, false>(s, v, position, THREADS, [&](int i, float x) {
+        const unsigned mask = elements_that(v, [&](int i, float x) {
             return order_key(__float_as_uint(x)) >= least && (unsigned)(position + i) < (unsigned)row.length;
         });
+        append<1, false, false>(s, v, mask, position, THREADS);
         __syncthreads();
         kept = s.gathered;
         __syncthreads();
@@ -166,14 +224,14 @@ __device__ __noinline__ int gather(Shared& s, Row row, int k, unsigned least) {
 
 // Appends, to fewer than k items above the threshold, as many of the first elements equal to it as make k, and some
 // more. Returns how many items there are.
-__device__ __noinline__ int gather_ties(Shared& s, Row row, int k, float threshold) {
+__device__ __noinline__ int gather_ties(Shared& s, Row row, int k, float tied) {
     int kept = s.gathered;
     for (int from = 0; from < row.quads && kept < k; from += THREADS) {
         float4 v[1];
         load_tiles(row, from, THREADS, v);
         __syncthreads();
         const int position = 4 * (from + (int)threadIdx.x) - row.lead;
-        append<1, false>(s, v, position, THREADS, [&](int, float x) { return x == threshold; });
+        append<1, true, false>(s, v, elements_that(v, [&](int, float x) { return x == tied; }), position, THREADS);
         __syncthreads();
         kept = s.gathered;
     }

@@ -13,6 +13,28 @@ __device__ __forceinline__ float4 load_quad(const float* at) {
     return v;
 }
 
+// Of the threads of the warp up to this one. The compiler takes twice the instructions.
+__device__ __forceinline__ unsigned warp_inclusive_sum(unsigned mine) {
+#pragma unroll
+    for (int d = 1; d < 32; d *= 2) {
+        asm volatile("{ .reg .pred has;\n\t"
+                     ".reg .u32 other;\n\t"
+                     "shfl.sync.up.b32 other|has, %0, %1, 0, 0xffffffff;\n\t"
+                     "@has add.u32 %0, %0, other; }" : "+r"(mine) : "r"(d));
+    }
+    return mine;
+}
+
+__device__ __forceinline__ unsigned shared_add(unsigned* at, unsigned amount) {
+    unsigned before;
+    asm volatile("atom.relaxed.cta.shared::cta.add.u32 %0, [%1], %2;"
+                 : "=r"(before) : "r"((unsigned)__cvta_generic_to_shared(at)), "r"(amount) : "memory");
+    return before;
+}
+
+// Bits of a - b, of which NaN has no sign.
+__device__ __forceinline__ unsigned difference(float a, float b) { return __float_as_uint(a - b); }
+
 // Where the object at ``mine`` lies in the shared memory of the cluster's first block.
 __device__ __forceinline__ unsigned leaders(const void* mine) {
     unsigned there;
@@ -50,7 +72,7 @@ static_assert(CAPACITY % 2 == 0 && MAX_K % 4 == 0, "what follows is aligned to 1
 
 struct Shared {
     union {
-        uint2 items[CAPACITY];  // bits of the logit, position
+        uint2 items[CAPACITY];  // gathered: item_of a logit, its position
         unsigned stage[MAX_K];  // what is selected, once the bitmap has taken the items' place
     };
     unsigned bins[BINS];  // the histogram of a search, which leaves it zero; then the bitmap
@@ -76,11 +98,18 @@ __device__ __forceinline__ unsigned order_key(unsigned bits) {
     return x == x ? bits ^ ((unsigned)((int)bits >> 31) | 0x80000000u) : 0;
 }
 
-// The least float whose key is at least ``key``; above +inf a NaN, which nothing reaches.
-__device__ __forceinline__ float float_from(unsigned key) {
-    key = max(key, MINUS_INFINITY);
+// What is gathered of a logit, and its key: a few instructions fewer than ``order_key``.
+__device__ __forceinline__ unsigned item_of_number(float x) { return __float_as_uint(x + 0.0f); }
+__device__ __forceinline__ unsigned item_of(float x) { return x == x ? item_of_number(x) : ALL; }
+__device__ __forceinline__ unsigned key_of(unsigned item) { return item ^ ((unsigned)((int)item >> 31) | 0x80000000u); }
+
+// The float of a key from MINUS_INFINITY on; above +inf a NaN, which is equal to nothing.
+__device__ __forceinline__ float float_of(unsigned key) {
     return __uint_as_float(key & 0x80000000u ? key ^ 0x80000000u : ~key);
 }
+
+// The greatest float below what has ``key``, of +0 the greatest below -0; of MINUS_INFINITY a NaN, as none is.
+__device__ __forceinline__ float float_below(unsigned key) { return float_of(key - 1 - (key == 0x80000000u)); }
 
 __device__ __forceinline__ bool selected(unsigned key, unsigned position, Cut cut) {
     return key > cut.key || (key == cut.key && position <= (unsigned)cut.position);
@@ -88,15 +117,6 @@ __device__ __forceinline__ bool selected(unsigned key, unsigned position, Cut cu
 
 __device__ __forceinline__ int lane() { return threadIdx.x & 31; }
 __device__ __forceinline__ int warp() { return threadIdx.x >> 5; }
-
-__device__ __forceinline__ unsigned warp_inclusive_sum(unsigned mine) {
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const unsigned other = __shfl_up_sync(ALL, mine, d);
-        if (lane() >= d) mine += other;
-    }
-    return mine;
-}
 
 // Of the threads before this one; one barrier inside, and another before the next call.
 __device__ __forceinline__ unsigned exclusive_sum(Shared& s, unsigned mine, unsigned& total) {
@@ -125,7 +145,6 @@ struct Search {
     unsigned low;  // a guess: no key of the k is below
     int shift;     // log2 of the keys a bin of the first histogram; too small costs time alone
     int slack;     // as many more than k may be selected
-    bool exact;    // else equal keys are never told apart by their positions
 };
 
 // Where a search ended: all above is selected, and of what is inside ``need``. By key, or among those of one key by
@@ -137,26 +156,23 @@ struct Range {
     unsigned key;  // the one, where it is by position
     bool tied;     // more is inside than may be selected
 
-    __device__ __forceinline__ unsigned value(unsigned key, unsigned position) const { return by_position ? ~position : key; }
-    __device__ __forceinline__ bool equal(unsigned other) const { return !by_position || other == key; }
     __device__ __forceinline__ Cut cut() const { return by_position ? Cut{key, (int)~low} : Cut{low, LAST}; }
 };
 
-// The range that the last of the k best lies in. ``each(f)`` calls f(key, position) for the elements of this thread;
-// there are k at least. A position is below ``length``, or the element can only lose. The bins are zero before and
-// after; a barrier lies before it, others inside, one after what it reads. STOP_AT_FEW: the caller ranks up to FEW
-// that are left; else a first bin that holds much is searched for being of one key.
-template <bool STOP_AT_FEW, class Each>
-__device__ __forceinline__ Range find_range(Shared& s, int k, int length, const Search& search, const Each& each) {
-    Range r{search.low, ~search.low, (unsigned)k, 0, false, 0, false};
-    int shift = search.shift;
+// Narrows a range until it holds no more than may be selected, or one value. ``each(f)`` calls f(key, position) for the
+// elements of this thread; there are ``need`` at least. The bins are zero before and after; a barrier lies before it,
+// others inside, one after what it reads. STOP_AT_FEW: the caller ranks up to FEW that are left; else a first bin that
+// holds much is searched for being of one key.
+template <bool STOP_AT_FEW, bool BY_POSITION, class Each>
+__device__ __forceinline__ void narrow(Shared& s, Range& r, int shift, int slack, const Each& each) {
     bool first = true;
     for (;;) {
         // Bin 0 holds the lowest value alone: a threshold that many elements are equal to is found at once.
         const unsigned round = (1u << shift) - 1;
         each([&](unsigned key, unsigned position) {
-            const unsigned offset = r.value(key, position) - r.low;
-            if (offset <= r.width && r.equal(key)) atomicAdd(&s.bins[min((offset + round) >> shift, BINS - 1u)], 1);
+            if (BY_POSITION && key != r.key) return;
+            const unsigned offset = (BY_POSITION ? ~position : key) - r.low;
+            if (offset <= r.width) atomicAdd(&s.bins[min((offset + round) >> shift, BINS - 1u)], 1);
         });
         __syncthreads();
         constexpr int MINE = BINS / THREADS;
@@ -191,8 +207,8 @@ __device__ __forceinline__ Range find_range(Shared& s, int k, int length, const 
         r.need -= s.found[1];
         r.low += skipped;
         r.width = bin == 0 ? 0 : bin == BINS - 1 ? r.width - skipped : min(r.width - skipped, round);
-        r.tied = r.inside - r.need > (unsigned)search.slack;
-        if (!STOP_AT_FEW && first && r.tied && r.width && r.inside > total / 4) {
+        r.tied = r.inside - r.need > (unsigned)slack;
+        if (!STOP_AT_FEW && !BY_POSITION && first && r.tied && r.width && r.inside > total / 4) {
             unsigned least = ALL, most = 0;
             each([&](unsigned key, unsigned) {
                 const unsigned offset = key - r.low;
@@ -213,13 +229,15 @@ __device__ __forceinline__ Range find_range(Shared& s, int k, int length, const 
             r.width = __reduce_max_sync(ALL, lane() < WARPS ? s.warp_high[lane()] : 0) - least;
         }
         first = false;
-        if (!r.tied || (r.width == 0 && !search.exact) || (STOP_AT_FEW && r.inside <= FEW)) return r;
-        if (r.width == 0) {
-            r.by_position = true;
-            r.key = r.low;
-            r.width = length - 1;
-            r.low = ~r.width;
-        }
+        if (!r.tied || r.width == 0 || (STOP_AT_FEW && r.inside <= FEW)) return;
         shift = max(0, WHOLE_SHIFT - __clz(r.width));
     }
+}
+
+// The range that the last of the k best lies in; equal keys are not told apart.
+template <bool STOP_AT_FEW, class Each>
+__device__ __forceinline__ Range find_range(Shared& s, int k, const Search& search, const Each& each) {
+    Range r{search.low, ~search.low, (unsigned)k, 0, false, 0, false};
+    narrow<STOP_AT_FEW, false>(s, r, search.shift, search.slack, each);
+    return r;
 }

@@ -200,6 +200,9 @@ inline unsigned atomicOr(unsigned* at, unsigned by) {
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
 inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
+inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
+    return ((unsigned long long)high << 32 | low) << (by & 31) >> 32;
+}
 inline unsigned __umulhi(unsigned a, unsigned b) { return (unsigned long long)a * b >> 32; }
 inline unsigned __float_as_uint(float x) {
     unsigned bits;
@@ -233,6 +236,14 @@ T* leaders(T* mine) {
 }
 inline unsigned leader_add(unsigned* mine, unsigned by) { return atomicAdd(leaders(mine), by); }
 inline void leader_store(uint2* mine, uint2 value) { *leaders(mine) = value; }
+
+inline unsigned shared_add(unsigned* at, unsigned by) { return atomicAdd(at, by); }
+inline unsigned difference(float a, float b) { return a - b == a - b ? __float_as_uint(a - b) : 0x7fffffffu; }
+inline unsigned warp_inclusive_sum(unsigned mine) {
+    const unsigned* all = host::warp_meet(mine);
+    for (int lane = host::current->thread % 32; lane > 0;) mine += all[--lane];
+    return mine;
+}
 
 inline float4 load_quad(const float* at) {
     if (reinterpret_cast<unsigned long long>(at) % 16) {

@@ -37,7 +37,7 @@ ROOT = Path(__file__).parent.parent.parent
 NAN, INF = float("nan"), float("inf")
 # Little of everything, so that short rows reach every path: 512 elements in registers, 384 gathered.
 SMALL = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0)
-SMALL_SPLIT = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0, split=1, eager=1)
+SMALL_SPLIT = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0, split=1)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -170,16 +170,30 @@ def test_every_kind(kind: str, blocks: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("blocks", [1, 4])
 @pytest.mark.parametrize("above", [True, False])
-def test_a_sample_that_misleads(above: bool, blocks: int) -> None:
-    width, samples = 3000, SMALL.threads * SMALL.sample_quads
-    args = make("normal", 64, width, [width], 0, 4)
+@pytest.mark.parametrize("by", [0.5, 0.8, 3.0])  # a second threshold serves, or none does
+def test_a_sample_that_misleads(by: float, above: bool, blocks: int) -> None:
+    width, samples = 3000, SMALL.threads
     stretch = torch.arange(samples)
     fraction = (stretch << 32) // samples | (stretch * 2654435761 % 2**32) // samples
     seen = torch.zeros(width // 4, dtype=torch.bool)
     seen[fraction * (width // 4) >> 32] = True
-    # Above it is more than fits, or it alone is above: a threshold that too few reach.
-    args["logits"][0].view(-1, 4)[seen != above] += 1
-    assert torch.equal(on_host(args, blocks), topk_indices_reference(**args))
+    for seed in range(4):
+        args = make("normal", 64, width, [width], 0, 2 * seed)
+        # Above it is more than fits, or it alone is above: a threshold that too few reach.
+        args["logits"][0].view(-1, 4)[seen != above] += by
+        assert torch.equal(on_host(args, blocks), topk_indices_reference(**args)), seed
+
+
+@needs_compiler
+@given(seed=s.seeds)
+def test_a_threshold_is_reached_by_what_sorts_so(seed: int) -> None:
+    special = torch.tensor([NAN, INF, 3.4e38, 1.0, 1e-45, 0.0, -0.0, -1e-45, -1e-38, -1.0, -3.4e38, -INF])
+    drawn = torch.randint(-(2**31), 2**31, (8,), generator=s.generator(seed)).int().view(torch.float32)
+    values = torch.cat((special, drawn))
+    reaches = library(SMALL).reaches
+    reaches.argtypes, reaches.restype = (ctypes.c_float, ctypes.c_float), ctypes.c_bool
+    for threshold in values[(values == values) & (values != -INF)].tolist():
+        assert [reaches(threshold, x) for x in values.tolist()] == (values >= threshold).tolist(), threshold
 
 
 @needs_compiler
@@ -219,9 +233,10 @@ def test_the_launch_knows_how_much_shared_memory_it_needs() -> None:
 def test_wide_rows_get_more_threads_where_they_are_few() -> None:
     assert tuning_of(8192, 4096, 1, 132) is tuning_of(1, 4096, 1, 132) is SHORT
     assert tuning_of(265, 8192, 1, 132) is MEDIUM and tuning_of(265, 8193, 1, 132) is STREAM
-    assert tuning_of(265, 20480, 1, 132) is STREAM and tuning_of(265, 20481, 1, 132) is LONG
+    assert tuning_of(265, 20480, 1, 132) is STREAM and tuning_of(265, 20481, 1, 132) is WIDE
+    assert tuning_of(265, 32768, 1, 132) is WIDE and tuning_of(265, 32769, 1, 132) is LONG
     assert tuning_of(264, 4097, 1, 132) is tuning_of(133, 4097, 1, 132) is LONG
-    assert tuning_of(132, 16384, 1, 132) is ALONE and tuning_of(132, 16385, 1, 132) is WIDE
+    assert tuning_of(132, 16384, 1, 132) is ALONE and tuning_of(132, 16385, 1, 132) is LONG
     assert tuning_of(16, 131072, 2, 132) is SPLIT
 
 
