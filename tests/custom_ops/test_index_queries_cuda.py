@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -19,28 +14,10 @@ from custom_ops import index_queries_cuda as queries
 from custom_ops._nvrtc import CudaError, _nvrtc, build
 from custom_ops.index_queries import index_q_prepare_reference
 from tests.custom_ops import strategies as s
+from tests.custom_ops.host_library import host_library, needs_compiler
 from tests.custom_ops.test_index_prepare import GLM, V32, q_arguments
 
-ROOT = Path(__file__).parent.parent.parent
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, -1e-38, 3e38, torch.inf, -torch.inf, torch.nan])
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or s.DEVICE != "cpu",
-    reason="needs g++ and tensors of the CPU",
-)
-
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/queries.so"
-        # Fibers jump between stacks, which checked library functions take for an error.
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
-        command = ["g++", *options, f"-I{ROOT}", *queries.MACROS[:2], "-o", target]
-        command.append(str(Path(__file__).parent / "queries_host.cpp"))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return ctypes.CDLL(target)
 
 
 def on_host(args: dict, seed: int = 0, blocks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +30,7 @@ def on_host(args: dict, seed: int = 0, blocks: int = 1) -> tuple[torch.Tensor, t
     positions = torch.cat((args["positions"], torch.full((behind,), 1 << 40)))
     pointers = [t.data_ptr() for t in (q, positions, args["cos_sin_cache"], codes, scales)]
     packed = struct.pack("@" + queries.LAYOUT, *pointers, q.stride(0) // 8, q.stride(1) // 8, rows, heads)
-    run = library().queries_on_host
+    run = host_library("queries_host.cpp", *queries.MACROS).queries_on_host
     run.restype = ctypes.c_bool
     assert run(packed, blocks, seed)
     assert (codes[rows:] == 77).all() and (scales[rows:] == 77).all()
