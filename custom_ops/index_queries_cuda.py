@@ -6,11 +6,12 @@ import functools
 
 import torch
 
-from custom_ops._nvrtc import CudaKernel, build, missing_here, obstacle
+from custom_ops._nvrtc import CudaKernel, build, missing_here, multiprocessors, obstacle
 
-LAYOUT = "PPPPPqqii"  # struct Arguments
+LAYOUT = "PPPPPqqII"  # struct Arguments
 THREADS = 128
-MACROS = (f"-DTHREADS={THREADS}", "-DBLOCKS_PER_SM=8", "--fmad=false")
+BLOCKS_PER_SM = 8  # that run at once: 64 registers a thread
+MACROS = (f"-DTHREADS={THREADS}", f"-DBLOCKS_PER_SM={BLOCKS_PER_SM}", "--fmad=false")
 _LANES = 4  # threads of a row
 _WIDE = 8  # elements of a load
 
@@ -52,14 +53,22 @@ def refuses(
     return missing_on(q.get_device())
 
 
+def blocks(rows: int, sms: int) -> int:
+    """Blocks of a launch on ``sms`` multiprocessors: no more than run at once."""
+    # They loop: a block that reads its next rows while it computes does not wait for memory. For 8192 tokens an H200
+    # takes 61 us with 64 heads and 34 with 32; with a block for every 32 rows it takes 68 and 39.
+    return min(-(-rows * _LANES // THREADS), sms * BLOCKS_PER_SM)
+
+
 def launch(
     q_fp8: torch.Tensor, q_scale: torch.Tensor, q: torch.Tensor, positions: torch.Tensor, cos_sin_cache: torch.Tensor
 ) -> None:
     """Write both results, contiguous, for what ``refuses`` lets through. Raises CudaError if the launch is refused."""
     rows = q.shape[0] * q.shape[1]
     if rows:
-        kernel(q.get_device()).launch(
-            -(-rows * _LANES // THREADS),
+        device = q.get_device()
+        kernel(device).launch(
+            blocks(rows, multiprocessors(device)),
             (
                 q.data_ptr(),
                 positions.data_ptr(),

@@ -33,7 +33,8 @@ constexpr unsigned INFINITE = 0x7f800000u;
 constexpr unsigned LEAST = 0x38d1b717u;  // 1e-4, below which no largest element lies
 constexpr unsigned PASSED = 0x7fffffu - 0x600000u;  // carries a mantissa above 1.75 into the exponent
 
-__device__ __forceinline__ void widen(const unsigned (&pairs)[4], float (&x)[8]) {
+__device__ __forceinline__ void widen(uint4 chunk, float (&x)[8]) {
+    const unsigned pairs[4] = {chunk.x, chunk.y, chunk.z, chunk.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const float2 both = widened(pairs[i]);
@@ -44,8 +45,7 @@ __device__ __forceinline__ void widen(const unsigned (&pairs)[4], float (&x)[8])
 
 // The elements from 8 n on: of bfloat16, of float32.
 __device__ __forceinline__ void read_eight(const uint4* source, int n, float (&x)[8]) {
-    const uint4 chunk = source[n];
-    widen({chunk.x, chunk.y, chunk.z, chunk.w}, x);
+    widen(source[n], x);
 }
 __device__ __forceinline__ void read_eight(const float4* source, int n, float (&x)[8]) {
     const float4 low = source[2 * n], high = source[2 * n + 1];
@@ -77,8 +77,9 @@ __device__ __forceinline__ uint4 round_eight(float (&x)[8]) {
     unsigned pairs[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) pairs[i] = narrowed(x[2 * i], x[2 * i + 1]);
-    widen(pairs, x);
-    return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    const uint4 chunk = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    widen(chunk, x);
+    return chunk;
 }
 
 // Element i of the first chunk turns with that of the second, 32 dims behind it; both are rounded.

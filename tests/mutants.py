@@ -110,11 +110,19 @@ MUTANTS = [
          "test_index_prepare.py::test_k_agrees_with_the_single_operators"),
     # Transformed queries and keys in CUDA C++: the exponent a scale rounds up to, who subtracts, a missing rounding
     _ops("index_rows.cuh", "0x7fffffu - 0x600000u", "0x7fffffu - 0x5fffffu",
-         "test_index_queries_cuda.py::test_equals_the_reference"),
+         "test_index_keys_cuda.py::test_the_scale_of_every_power"),
     _ops("index_rows.cuh", "part & lanes ? -1.0f : 1.0f", "1.0f",
          "test_index_queries_cuda.py::test_equals_the_reference"),
     _ops("index_rows.cuh", "    round_eight(x[1]);\n", "",
          "test_index_queries_cuda.py::test_equals_the_reference"),
+    # Queries: rows that are not the block's next, a position of the row before, rows of the first round alone
+    _ops("index_queries.cu", "row + step", "row + ROWS",
+         "test_index_queries_cuda.py::test_blocks_take_rows_until_none_are_left"),
+    _ops("index_queries.cu", "next = load_row(a, row + step, part);",
+         "const long long old = next.position; next = load_row(a, row + step, part); next.position = old;",
+         "test_index_queries_cuda.py::test_blocks_take_rows_until_none_are_left"),
+    _ops("index_queries.cu", "first += step", "first += a.rows",
+         "test_index_queries_cuda.py::test_blocks_take_rows_until_none_are_left"),
     # Keys: the order of a sum, a lost bias, a missing rounding, the page, what lies between rows
     _ops("index_keys.cu", "(sums[0] + sums[2]) + (sums[1] + sums[3])", "(sums[0] + sums[1]) + (sums[2] + sums[3])",
          "test_index_keys_cuda.py::test_sums_in_its_order"),

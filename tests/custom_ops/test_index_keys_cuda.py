@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -24,31 +20,13 @@ from custom_ops.hadamard import hadamard_reference
 from custom_ops.index_cache import index_k_store_reference
 from custom_ops.rope import apply_rope_reference
 from tests.custom_ops import strategies as s
+from tests.custom_ops.host_library import host_library, needs_compiler
 from tests.custom_ops.test_index_cache import poisoned_cache
 from tests.custom_ops.test_index_prepare import GLM, V32, exact_statistics, k_arguments, tokens_of
 
-ROOT = Path(__file__).parent.parent.parent
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, -1e-38, 3e38, torch.inf, -torch.inf, torch.nan])
 AFFINE = (torch.float32, torch.bfloat16)
 ROWS = (1, 3, 4, 5, 33)
-
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or s.DEVICE != "cpu",
-    reason="needs g++ and tensors of the CPU",
-)
-
-
-@functools.cache
-def library(affine: torch.dtype) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/keys.so"
-        # Fibers jump between stacks, which checked library functions take for an error.
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
-        command = ["g++", *options, f"-I{ROOT}", *keys.macros(affine)[:3], "-o", target]
-        command.append(str(Path(__file__).parent / "keys_host.cpp"))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return ctypes.CDLL(target)
 
 
 def on_host(args: dict, seed: int = 0) -> torch.Tensor:
@@ -56,7 +34,7 @@ def on_host(args: dict, seed: int = 0) -> torch.Tensor:
     cache = poisoned_cache(len(args["cache"]))
     served = {name: args[name] for name in ("k", "weight", "bias", "eps", "positions", "cos_sin_cache", "slots")}
     packed = struct.pack("@" + keys.LAYOUT, *keys.arguments(**served, cache=cache))
-    run = library(args["weight"].dtype).keys_on_host
+    run = host_library("keys_host.cpp", *keys.macros(args["weight"].dtype)).keys_on_host
     run.restype = ctypes.c_bool
     assert run(packed, keys.blocks(len(args["k"])), seed)
     return cache

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import functools
-import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -19,42 +14,26 @@ from custom_ops import index_queries_cuda as queries
 from custom_ops._nvrtc import CudaError, _nvrtc, build
 from custom_ops.index_queries import index_q_prepare_reference
 from tests.custom_ops import strategies as s
+from tests.custom_ops.host_library import host_library, needs_compiler
 from tests.custom_ops.test_index_prepare import GLM, V32, q_arguments
 
-ROOT = Path(__file__).parent.parent.parent
 SPECIAL = torch.tensor([0.0, -0.0, 1e-30, -1e-38, 3e38, torch.inf, -torch.inf, torch.nan])
 
-needs_compiler = pytest.mark.skipif(
-    shutil.which("g++") is None or s.DEVICE != "cpu",
-    reason="needs g++ and tensors of the CPU",
-)
 
-
-@functools.cache
-def library() -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/queries.so"
-        # Fibers jump between stacks, which checked library functions take for an error.
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
-        command = ["g++", *options, f"-I{ROOT}", *queries.MACROS[:2], "-o", target]
-        command.append(str(Path(__file__).parent / "queries_host.cpp"))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return ctypes.CDLL(target)
-
-
-def on_host(args: dict, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the kernel writes; a head behind the last must stay as it was."""
+def on_host(args: dict, seed: int = 0, blocks: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the kernel writes with so many blocks; heads behind the last must stay as they were."""
     q = args["q"]
     tokens, heads = q.shape[:2]
-    rows = tokens * heads
-    codes, scales = torch.full((rows + 1, 128), 77, dtype=torch.uint8), torch.full((rows + 1,), 77.0)
-    pointers = [t.data_ptr() for t in (q, args["positions"], args["cos_sin_cache"], codes, scales)]
+    rows, behind = tokens * heads, blocks * queries.THREADS // 4
+    codes, scales = torch.full((rows + behind, 128), 77, dtype=torch.uint8), torch.full((rows + behind,), 77.0)
+    # Behind the last position are some far outside the table: to read an angle there crashes.
+    positions = torch.cat((args["positions"], torch.full((behind,), 1 << 40)))
+    pointers = [t.data_ptr() for t in (q, positions, args["cos_sin_cache"], codes, scales)]
     packed = struct.pack("@" + queries.LAYOUT, *pointers, q.stride(0) // 8, q.stride(1) // 8, rows, heads)
-    run = library().queries_on_host
+    run = host_library("queries_host.cpp", *queries.MACROS).queries_on_host
     run.restype = ctypes.c_bool
-    assert run(packed, -(-rows * 4 // queries.THREADS), seed)
-    assert (codes[rows] == 77).all() and scales[rows] == 77
+    assert run(packed, blocks, seed)
+    assert (codes[rows:] == 77).all() and (scales[rows:] == 77).all()
     return codes[:rows].view(torch.float8_e4m3fn).view(q.shape), scales[:rows].view(tokens, heads, 1)
 
 
@@ -63,8 +42,8 @@ def assert_same(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor
     s.assert_bitwise(got[1].nan_to_num(-1.0, posinf=torch.inf), want[1].nan_to_num(-1.0, posinf=torch.inf))
 
 
-def assert_right(args: dict, seed: int = 0) -> None:
-    assert_same(on_host(args, seed), index_q_prepare_reference(**args))
+def assert_right(args: dict, seed: int = 0, blocks: int = 1) -> None:
+    assert_same(on_host(args, seed, blocks), index_q_prepare_reference(**args))
 
 
 @needs_compiler
@@ -75,16 +54,31 @@ def assert_right(args: dict, seed: int = 0) -> None:
     layout=st.sampled_from(("contiguous", "sliced", "expanded")),
     power=st.integers(-40, 60),
     special=st.sampled_from((0.0, 0.0, 0.01, 0.5)),
+    blocks=st.integers(1, 4),  # of 32 rows
     seed=s.seeds,
 )
-def test_equals_the_reference(tokens: int, heads: int, layout: str, power: int, special: float, seed: int) -> None:
+def test_equals_the_reference(
+    tokens: int, heads: int, layout: str, power: int, special: float, blocks: int, seed: int
+) -> None:
     args = q_arguments(tokens, heads, torch.bfloat16, seed, layout, V32)
     q, generator = args["q"].mul_(2.0**power) if layout != "expanded" else args["q"], s.generator(seed)
     if layout != "expanded" and special:
         chosen = torch.rand(q.shape, generator=generator) < special
         drawn = SPECIAL[torch.randint(len(SPECIAL), q.shape, generator=generator)].to(q.dtype)
         q.copy_(torch.where(chosen, drawn, q))
-    assert_right(args, seed)
+    assert_right(args, seed, blocks)
+
+
+# Whole rounds of all blocks, then one row for the last block, or a few for the first; blocks that have none at all.
+@needs_compiler
+@pytest.mark.parametrize(("tokens", "heads", "blocks"), [(45, 5, 2), (101, 1, 3), (3, 8, 3), (1, 1, 2)])
+def test_blocks_take_rows_until_none_are_left(tokens: int, heads: int, blocks: int) -> None:
+    assert_right(q_arguments(tokens, heads, route=V32), blocks=blocks)
+
+
+def test_no_more_blocks_than_run_at_once() -> None:
+    assert queries.blocks(1, 132) == queries.blocks(32, 132) == 1 and queries.blocks(33, 132) == 2
+    assert queries.blocks(132 * 8 * 32 - 1, 132) == queries.blocks(1 << 31, 132) == 132 * 8
 
 
 # The scale comes from the bits of the largest element, not from a quotient: every mantissa, near 1e-4 every value.
@@ -124,7 +118,10 @@ def test_compiles(capability: tuple[int, int]) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("tokens", "heads", "layout"), [(1, 64, "contiguous"), (77, 64, "sliced"), (513, 5, "sliced")])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "layout"),
+    [(1, 64, "contiguous"), (77, 64, "sliced"), (513, 5, "sliced"), (1201, 57, "sliced")],  # the last in three rounds
+)
 def test_on_the_gpu(tokens: int, heads: int, layout: str) -> None:
     args = q_arguments(tokens, heads, torch.bfloat16, 1, layout, V32)
     args["q"][0, 0, :8] = SPECIAL.to(args["q"])

@@ -4,12 +4,8 @@ made when they are waited for, never before."""
 from __future__ import annotations
 
 import ctypes
-import functools
 import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -21,9 +17,9 @@ from custom_ops import sparse_mla_cuda as mla
 from custom_ops._nvrtc import CudaError, _nvrtc, build
 from custom_ops._register import OPS, use_provider
 from tests.custom_ops import strategies as s
+from tests.custom_ops.host_library import host_library
 from tests.custom_ops.test_sparse_mla import LAYOUTS, SLOTS, arguments, assert_near, cache_of, formula
 
-ROOT = Path(__file__).parent.parent.parent
 ON_GPU = s.DEVICE == "cuda"
 BLOCKS = (1, 2, 8)
 BY_ROW = ("q", "topk", "select_lens", "out")
@@ -33,17 +29,8 @@ needs_kernel = pytest.mark.skipif(
 )
 
 
-@functools.cache
 def library(tuning: mla.Tuning) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/sparse_mla.so"
-        # Fibers jump between stacks, which checked library functions take for an error.
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", "-ffp-contract=off"]
-        command = ["g++", *options, f"-I{ROOT}", *tuning.macros[:-1], "-o", target]
-        command.append(str(Path(__file__).parent / "sparse_mla_host.cpp"))
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return ctypes.CDLL(target)
+    return host_library("sparse_mla_host.cpp", *tuning.macros)
 
 
 def run(args: dict, blocks: int = 1, seed: int = 0) -> torch.Tensor:

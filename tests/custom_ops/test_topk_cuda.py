@@ -6,9 +6,6 @@ import ctypes
 import functools
 import shutil
 import struct
-import subprocess
-import tempfile
-from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
@@ -32,8 +29,8 @@ from custom_ops.topk_cuda import (
     tuning_of,
 )
 from tests.custom_ops import strategies as s
+from tests.custom_ops.host_library import host_library
 
-ROOT = Path(__file__).parent.parent.parent
 NAN, INF = float("nan"), float("inf")
 # Little of everything, so that short rows reach every path: 512 elements in registers, 384 gathered.
 SMALL = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0)
@@ -44,14 +41,7 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there i
 
 @functools.cache
 def library(tuning: Tuning) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        target = f"{folder}/topk.so"
-        # Fibers jump between stacks, which checked library functions take for an error.
-        options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-w", "-U_FORTIFY_SOURCE", f"-I{ROOT}", *tuning.macros]
-        command = ["g++", *options, "-o", target, str(Path(__file__).parent / "topk_host.cpp")]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        return ctypes.CDLL(target)
+    return host_library("topk_host.cpp", *tuning.macros)
 
 
 def on_host(args: dict, blocks: int = 1, seed: int = 0, valid_rows: int | None = None) -> torch.Tensor:
