@@ -18,9 +18,8 @@ from custom_ops.batch_metadata import PAGE, ContextBind, current_context
 from custom_ops.index_cache import HEAD_DIM
 from custom_ops.indexer import check_cut, check_index_context, check_selection, live_context
 from custom_ops.layernorm import check_affine
-from custom_ops.mla_cache import check_latent_cache, check_layout
+from custom_ops.mla_cache import LATENT, ROPE, check_latent_cache, check_layout
 from custom_ops.rope import check_positions
-from custom_ops.sparse_mla import LATENT, ROPE
 
 SOFTMAX_SCALE = HEAD_DIM**-0.5
 

@@ -22,7 +22,8 @@ from custom_ops.rope import apply_rope_reference, check_positions, joined, load_
 from custom_ops.rope import rotated as turned
 
 LATENT, ROPE = 512, 64
-PACKED_BYTES = 656
+ROW = LATENT + ROPE
+PACKED_BYTES = LATENT + 4 * 4 + ROPE * 2
 LAYOUTS = ("bf16", "fp8_packed", "fp8")
 _ROWS, _WARPS = 4, 4
 

@@ -215,12 +215,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
 #pragma unroll
         for (int n = 0; n < HEAD_TILES; ++n) total[n] = warp_sum(total[n]);
         if (blocks > 2) {
-            State& state = s.saved;
-            store_sums(state, sums);
-#pragma unroll
-            for (int n = 0; n < HEAD_TILES; ++n) {
-                if (lane == 0) state.peak[8 * n + warp] = peak[n], state.total[8 * n + warp] = total[n];
-            }
+            store_state(s.saved, sums, [&](int n) { return peak[n]; }, [&](int n) { return total[n]; });
         } else {
 #pragma unroll
             for (int n = 0; n < HEAD_TILES; ++n) {
@@ -272,11 +267,7 @@ __device__ __forceinline__ void sparse_mla_row(const Arguments& a) {
     if (blocks <= 2) {
         state = reinterpret_cast<State*>(s.stages);
         __syncthreads();  // the stages are free
-        store_sums(*state, all_sums);
-#pragma unroll
-        for (int n = 0; n < HEAD_TILES; ++n) {
-            if (lane == 0) state->peak[8 * n + warp] = all[n].peak, state->total[8 * n + warp] = all[n].total;
-        }
+        store_state(*state, all_sums, [&](int n) { return all[n].peak; }, [&](int n) { return all[n].total; });
     }
     if (blocks > 1) cluster_barrier();
     else __syncthreads();

@@ -13,7 +13,8 @@ import torch
 from custom_ops import sparse_mla_cuda, trtllm_mla, vendor
 from custom_ops._checks import E4M3, FLOATS, check_range, check_tensor
 from custom_ops._register import Provider, define, require
-from custom_ops.sparse_mla_kernels import LATENT, LAYOUTS, PACKED_BYTES, ROPE, ROW, launch_sparse_mla
+from custom_ops.mla_cache import LATENT, LAYOUTS, PACKED_BYTES, ROPE, ROW
+from custom_ops.sparse_mla_kernels import launch_sparse_mla
 
 __all__ = ["LATENT", "ROPE", "ROW", "sparse_mla"]
 GROUP = 128

@@ -9,7 +9,7 @@ import torch
 
 from custom_ops import vendor
 from custom_ops._nvrtc import CudaKernel, build, missing_here, multiprocessors, obstacle
-from custom_ops.sparse_mla_kernels import LATENT, LAYOUTS, PACKED_BYTES, ROW
+from custom_ops.mla_cache import LATENT, LAYOUTS, PACKED_BYTES, ROW
 
 ARGUMENTS = "PPPPPfiii"  # struct Arguments
 PARTS = 8  # of a row's selection, merged in order

@@ -15,11 +15,7 @@ import triton
 import triton.language as tl
 
 from custom_ops._checks import E4M3
-
-LATENT, ROPE = 512, 64
-ROW = LATENT + ROPE
-PACKED_BYTES = LATENT + 4 * 4 + ROPE * 2
-LAYOUTS = ("bf16", "fp8_packed", "fp8")
+from custom_ops.mla_cache import LATENT, PACKED_BYTES, ROPE, ROW
 
 _COMPUTE = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 _GROUP: tl.constexpr = tl.constexpr(128)

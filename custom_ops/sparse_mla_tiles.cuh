@@ -97,7 +97,9 @@ __device__ __forceinline__ void widen_tile(unsigned char* tile, const unsigned c
 // Fragments of 16 by 8 sums: dims (threadIdx.x % 32) / 4 and 8 more, heads 2 (threadIdx.x % 4) and one more.
 using Sums = float[4][HEAD_TILES][4];
 
-__device__ __forceinline__ void store_sums(State& state, const Sums& sums) {
+// peak(n), total(n): of the warp's n-th head.
+template <class Peak, class Total>
+__device__ __forceinline__ void store_state(State& state, const Sums& sums, const Peak& peak, const Total& total) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
     for (int m = 0; m < 4; ++m) {
@@ -108,6 +110,10 @@ __device__ __forceinline__ void store_sums(State& state, const Sums& sums) {
                 state.sums[8 * n + lane % 4 * 2 + i % 2][64 * warp + 16 * m + lane / 4 + i / 2 * 8] = sums[m][n][i];
             }
         }
+    }
+#pragma unroll
+    for (int n = 0; n < HEAD_TILES; ++n) {
+        if (lane == 0) state.peak[8 * n + warp] = peak(n), state.total[8 * n + warp] = total(n);
     }
 }
 

@@ -78,14 +78,14 @@ def kernel(device: int, tuning: Tuning) -> CudaKernel:
 
 
 @functools.cache
-def missing_on(device: int) -> str | None:
-    """Why the kernels cannot run on this device, or None; logged once."""
-    return obstacle("top-k", device, lambda index: kernel(index, SHORT))
+def missing_on(device: int, tuning: Tuning) -> str | None:
+    """Why the kernel of ``tuning`` cannot run on this device, or None; logged once."""
+    return obstacle("top-k", device, lambda index: kernel(index, tuning))
 
 
 def missing() -> str | None:
     """Why the kernels cannot run on the current device, or None."""
-    return missing_here(missing_on)
+    return missing_here(lambda device: missing_on(device, SHORT))
 
 
 def refuses(logits: torch.Tensor, k: int) -> str | None:
@@ -94,7 +94,9 @@ def refuses(logits: torch.Tensor, k: int) -> str | None:
         return f"k is at most {LONG.max_k}, not {k}"
     if not logits.is_cuda:
         return "logits are not on a CUDA device"
-    return missing_on(logits.get_device())
+    (rows, width), device = logits.shape, logits.get_device()
+    sms = multiprocessors(device)
+    return missing_on(device, tuning_of(rows, width, blocks_of_a_row(rows, width, sms), sms))
 
 
 def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:

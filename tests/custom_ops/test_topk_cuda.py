@@ -247,6 +247,25 @@ def test_refusals_say_why() -> None:
         assert "no CUDA device" in str(topk_cuda.missing())
 
 
+def test_what_cannot_be_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(device: int, tuning: Tuning) -> object:
+        if tuning is SPLIT:
+            raise CudaError("no clusters")
+        return object()
+
+    monkeypatch.setattr(topk_cuda, "kernel", kernel)
+    monkeypatch.setattr(topk_cuda, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    topk_cuda.missing_on.cache_clear()
+    try:
+        why = [topk_cuda.refuses(torch.zeros(1, width), 4) for width in (16383, 16384)]
+    finally:
+        topk_cuda.missing_on.cache_clear()
+    assert why[0] is None and "cannot be built: no clusters" in str(why[1])
+
+
 @pytest.mark.parametrize(
     ("capability", "tuning"), [*(((9, 0), t) for t in TUNINGS), *(((10, 0), t) for t in (LONG, SHORT, STREAM, SPLIT))]
 )
