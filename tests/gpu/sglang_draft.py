@@ -24,7 +24,14 @@ from typing import Any
 import torch
 
 from sparse_pcg.bench.one_batch_model import write_model
-from sparse_pcg.bench.one_batch_worker import Worker, ascending, relative_l2, slots_in_order, tokens
+from sparse_pcg.bench.one_batch_worker import (
+    Worker,
+    ascending,
+    keep_registered_configs,
+    relative_l2,
+    slots_in_order,
+    tokens,
+)
 from sparse_pcg.bench.timing import provenance, write_json
 
 LAYERS, HEADS = 4, 8
@@ -58,6 +65,7 @@ class Drafted:
 
     @classmethod
     def build(cls) -> Drafted:
+        keep_registered_configs()
         from sglang.srt.configs.model_config import ModelConfig
         from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
         from sglang.srt.model_executor.model_runner import ModelRunner
