@@ -6,8 +6,9 @@
 // reach the threshold, or fewer than k do, it is slower, never wrong: the row is read again by another threshold; where
 // that does not help, a tile at a time, and what was gathered is cut back to the best k whenever it is full.
 //
-// THREADS a block; CAPACITY elements gathered; MAX_K >= k; UNROLL: loads of 16 bytes in flight a thread; IN_REGISTERS:
-// of 16 bytes a thread at most of a row that is selected from registers; 1 << LOG_BINS: of a histogram; SPLIT: 1 where
+// THREADS a block, BLOCKS_PER_SM at least; CAPACITY elements gathered; MAX_K >= k; UNROLL: loads of 16 bytes in flight a
+// thread; IN_REGISTERS: of 16 bytes a thread at most of a row that is selected from registers; 1 << LOG_BINS: of a
+// histogram; SAMPLE_SIGMAS: of a sample's error, as far the threshold lies on the side of too many; SPLIT: 1 where
 // clusters share rows, which are read before their place is known.
 
 #include "topk_gather.cuh"
@@ -23,7 +24,7 @@ struct Sample {
 __device__ __forceinline__ Sample take_sample(Shared& s, const Row& row, int k) {
     constexpr int SAMPLES = 4 * THREADS;
     const float share = (float)k / row.length, mean = SAMPLES * share;
-    const int rank = (int)(mean + SAMPLE_SIGMAS * sqrtf(mean * (1 - share))) + 2;
+    const int rank = (int)(mean + (float)SAMPLE_SIGMAS * sqrtf(mean * (1 - share))) + 2;
     if (rank >= SAMPLES) return Sample{};
     // One quad of each stretch, at a place that no period of the data can follow.
     const unsigned fraction = threadIdx.x << (32 - LOG_THREADS) | (threadIdx.x * 2654435761u) >> LOG_THREADS;

@@ -50,7 +50,7 @@ def launch_topk(
     if out.shape[0] == 0:
         return
     forced = forced_provider("topk_indices" if page_table is None else "topk_slots")
-    cuda = forced != "triton" and topk_cuda.refuses(logits, out.shape[1]) is None
+    cuda = forced != "triton" and topk_cuda.refuses(logits, *out.shape) is None
     run = topk_cuda.launch if cuda else launch_triton
     run(out, logits, starts, lengths, request_of_row, page_table, valid_rows)
 
@@ -82,7 +82,7 @@ def _slots(launch: Callable[..., None]) -> Callable[..., torch.Tensor]:
 
 def _cuda_supports(logits: torch.Tensor, *rest: Any) -> str | None:
     """``rest`` ends with k."""
-    return topk_cuda.refuses(logits, rest[-1])
+    return topk_cuda.refuses(logits, len(logits), rest[-1])
 
 
 # --- references ---------------------------------------------------------------------------------------------

@@ -44,9 +44,7 @@ class Tuning:
 # lets through.
 SHORT = Tuning(threads=256, capacity=3392, unroll=1, log_bins=10, blocks_per_sm=7)
 MEDIUM = Tuning(threads=256, capacity=4096, unroll=1, in_registers=8, log_bins=10, blocks_per_sm=5)
-STREAM = Tuning(
-    threads=256, capacity=3392, log_bins=10, blocks_per_sm=6, sample_sigmas=3.5
-)
+STREAM = Tuning(threads=256, capacity=3392, log_bins=10, blocks_per_sm=6, sample_sigmas=3.5)
 WIDE = Tuning(threads=256, capacity=4096, log_bins=10, blocks_per_sm=5)
 LONG = Tuning(capacity=6144, blocks_per_sm=3)
 ALONE = Tuning(threads=1024, blocks_per_sm=1)
@@ -88,13 +86,13 @@ def missing() -> str | None:
     return missing_here(lambda device: missing_on(device, SHORT))
 
 
-def refuses(logits: torch.Tensor, k: int) -> str | None:
-    """Why the kernels do not serve these arguments, or None."""
+def refuses(logits: torch.Tensor, rows: int, k: int) -> str | None:
+    """Why the kernels do not serve these arguments for ``rows`` of a result, or None."""
     if k > LONG.max_k:
         return f"k is at most {LONG.max_k}, not {k}"
     if not logits.is_cuda:
         return "logits are not on a CUDA device"
-    (rows, width), device = logits.shape, logits.get_device()
+    width, device = logits.shape[1], logits.get_device()
     sms = multiprocessors(device)
     return missing_on(device, tuning_of(rows, width, blocks_of_a_row(rows, width, sms), sms))
 

@@ -103,6 +103,7 @@ __device__ __forceinline__ unsigned elements_that(const float4 (&v)[N], const Pa
 // to the first block of the cluster.
 template <int N, bool NUMBERS, bool REMOTE>
 __device__ __forceinline__ void append(Shared& s, const float4 (&v)[N], unsigned mask, int position, int stride) {
+    static_assert(N <= 8, "a bit of the mask each");
     const unsigned mine = __popc(mask), inclusive = warp_inclusive_sum(mine);
     unsigned start = 0;
     if (lane() == 31 && inclusive) {

@@ -66,8 +66,8 @@ constexpr int FEW = 32;
 constexpr unsigned MINUS_INFINITY = 0x007fffffu;  // the least key that is not of a NaN
 constexpr int WHOLE_SHIFT = 32 - LOG_BINS;        // of bins over all keys
 static_assert(1 << LOG_THREADS == THREADS && THREADS >= 64 && THREADS <= 1024, "");
+static_assert(LOG_BINS >= 9 && BINS >= THREADS, "+inf's key and a bin's keys are below 2^32; a bin or more a thread");
 static_assert(CAPACITY >= MAX_K + TILE, "a tile must fit behind the best k");
-
 static_assert(CAPACITY % 2 == 0 && MAX_K % 4 == 0, "what follows is aligned to 16 bytes");
 
 struct Shared {

@@ -55,6 +55,7 @@ struct Fiber {
     unsigned thread;
     Block* block;
     bool done = false, started = false;
+    int arrived;  // at the cluster's rendezvous
     std::vector<char> stack;
     ucontext_t context;
     jmp_buf state;
@@ -78,16 +79,25 @@ inline void start() {
     _longjmp(scheduler, 1);
 }
 
-// Waits until ``expected`` threads have come; of what each brought, as it was then.
-inline const unsigned* meet(Rendezvous& at, int expected, int index, unsigned value) {
+// Returns what ``wait`` is to be told.
+inline int arrive(Rendezvous& at, int expected, int index, unsigned value) {
     const int mine = at.generation;
     at.values[mine & 1][index & 31] = value;
     if (++at.arrived == expected) {
         at.arrived = 0;
         ++at.generation;
     }
+    return mine;
+}
+
+// Waits until all that are expected have come; of what each brought, as it was then.
+inline const unsigned* wait(const Rendezvous& at, int mine) {
     while (at.generation == mine) give_way();
     return at.values[mine & 1];
+}
+
+inline const unsigned* meet(Rendezvous& at, int expected, int index, unsigned value) {
+    return wait(at, arrive(at, expected, index, value));
 }
 
 inline const unsigned* warp_meet(unsigned value) {
@@ -156,10 +166,6 @@ inline bool launch(unsigned grid, unsigned threads_of_block, unsigned cluster_bl
 #define dynamic_shared (host::current->block->shared.data())
 
 inline void __syncthreads() { host::meet(host::current->block->barrier, host::threads, 0, 0); }
-inline unsigned __shfl_up_sync(unsigned, unsigned v, int d) {
-    const int lane = host::current->thread % 32;
-    return host::warp_meet(v)[lane >= d ? lane - d : lane];
-}
 inline unsigned __shfl_sync(unsigned, unsigned v, int from) { return host::warp_meet(v)[from]; }
 inline unsigned __shfl_xor_sync(unsigned, unsigned v, int mask) {
     return host::warp_meet(v)[host::current->thread % 32 ^ mask];
@@ -199,7 +205,6 @@ inline unsigned atomicOr(unsigned* at, unsigned by) {
 }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __clz(unsigned v) { return v ? __builtin_clz(v) : 32; }
-inline int __ffs(unsigned v) { return __builtin_ffs((int)v); }
 inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned by) {
     return ((unsigned long long)high << 32 | low) << (by & 31) >> 32;
 }
@@ -228,8 +233,10 @@ inline float2 widened(unsigned pair) { return {__uint_as_float(pair << 16), __ui
 
 inline unsigned cluster_rank() { return host::current->block - host::blocks.data(); }
 inline unsigned cluster_size() { return host::blocks.size(); }
-inline void cluster_arrive() {}
-inline void cluster_wait() { host::meet(host::cluster, host::blocks.size() * host::threads, 0, 0); }
+inline void cluster_arrive() {
+    host::current->arrived = host::arrive(host::cluster, host::blocks.size() * host::threads, 0, 0);
+}
+inline void cluster_wait() { host::wait(host::cluster, host::current->arrived); }
 template <class T>
 T* leaders(T* mine) {
     return (T*)(host::blocks[0].shared.data() + ((unsigned char*)mine - host::current->block->shared.data()));

@@ -6,13 +6,14 @@ import ctypes
 import functools
 import shutil
 import struct
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
 
-from custom_ops import topk_cuda
+from custom_ops import topk, topk_cuda
 from custom_ops._nvrtc import CudaError, _nvrtc, compile_cuda, sources
 from custom_ops.topk import topk_indices_reference, topk_slots_reference
 from custom_ops.topk_cuda import (
@@ -34,7 +35,7 @@ from tests.custom_ops.host_library import host_library
 NAN, INF = float("nan"), float("inf")
 # Little of everything, so that short rows reach every path: 512 elements in registers, 384 gathered.
 SMALL = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0)
-SMALL_SPLIT = Tuning(threads=64, capacity=384, max_k=64, unroll=2, in_registers=2, sample_sigmas=3.0, split=1)
+SMALL_SPLIT = replace(SMALL, split=1)
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no g++")
 
@@ -240,9 +241,9 @@ def test_rows_are_shared_where_they_are_few_and_long() -> None:
 
 
 def test_refusals_say_why() -> None:
-    assert topk_cuda.refuses(torch.zeros(1, 4), 2049) == "k is at most 2048, not 2049"
+    assert topk_cuda.refuses(torch.zeros(1, 4), 1, 2049) == "k is at most 2048, not 2049"
     if s.DEVICE == "cpu":
-        assert "not on a CUDA device" in str(topk_cuda.refuses(torch.zeros(1, 4), 4))
+        assert "not on a CUDA device" in str(topk_cuda.refuses(torch.zeros(1, 4), 1, 4))
     if not torch.cuda.is_available():
         assert "no CUDA device" in str(topk_cuda.missing())
 
@@ -258,12 +259,19 @@ def test_what_cannot_be_built_is_not_served(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (12, 0))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    served = []
+    monkeypatch.setattr(topk_cuda, "launch", lambda *args: served.append("cuda"))
+    monkeypatch.setattr(topk, "launch_triton", lambda *args: served.append("triton"))
+    lengths = torch.ones(1, dtype=torch.int32)
     topk_cuda.missing_on.cache_clear()
     try:
-        why = [topk_cuda.refuses(torch.zeros(1, width), 4) for width in (16383, 16384)]
+        for rows, width in ((1, 16383), (1, 16384), (67, 16384)):  # of 67 all but one are pad rows
+            topk.launch_topk(torch.empty(rows, 4), torch.zeros(1, width), None, lengths, None, None, 1)
+        why = topk_cuda.refuses(torch.zeros(1, 16384), 1, 4)
     finally:
         topk_cuda.missing_on.cache_clear()
-    assert why[0] is None and "cannot be built: no clusters" in str(why[1])
+    assert served == ["cuda", "triton", "cuda"]
+    assert "cannot be built: no clusters" in str(why)
 
 
 @pytest.mark.parametrize(
