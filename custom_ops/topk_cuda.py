@@ -92,9 +92,8 @@ def refuses(logits: torch.Tensor, rows: int, k: int) -> str | None:
         return f"k is at most {LONG.max_k}, not {k}"
     if not logits.is_cuda:
         return "logits are not on a CUDA device"
-    width, device = logits.shape[1], logits.get_device()
-    sms = multiprocessors(device)
-    return missing_on(device, tuning_of(rows, width, blocks_of_a_row(rows, width, sms), sms))
+    device = logits.get_device()
+    return missing_on(device, choice(rows, logits.shape[1], multiprocessors(device))[0])
 
 
 def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:
@@ -109,6 +108,14 @@ def blocks_of_a_row(rows: int, width: int, multiprocessors: int) -> int:
     ):
         blocks *= 2
     return blocks
+
+
+@functools.lru_cache(maxsize=1024)  # a launch asks for it twice: whether there is a kernel, and which
+def choice(rows: int, width: int, multiprocessors: int, blocks: int | None = None) -> tuple[Tuning, int]:
+    """What serves rows of ``width`` columns, and how many blocks share each, where that is not given."""
+    if blocks is None:
+        blocks = blocks_of_a_row(rows, width, multiprocessors)
+    return tuning_of(rows, width, blocks, multiprocessors), blocks
 
 
 def launch(
@@ -131,12 +138,9 @@ def launch(
     if rows == 0:
         return
     device = logits.get_device()
-    width, sms = logits.shape[1], multiprocessors(device)
-    if blocks is None:
-        blocks = blocks_of_a_row(rows, width, sms)
-    if tuning is None:
-        tuning = tuning_of(rows, width, blocks, sms)
-    kernel(device, tuning).launch(
+    width = logits.shape[1]
+    best, blocks = choice(rows, width, multiprocessors(device), blocks)
+    kernel(device, tuning or best).launch(
         rows * blocks,
         (
             logits.data_ptr(),

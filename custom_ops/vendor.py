@@ -19,7 +19,7 @@ import triton.language as tl
 FLASH_MLA_HEADS = 64
 FLASH_MLA_TOPK = 128
 # Rows and heads up to which Triton is faster (H200, 2048 selected tokens: 45 us to 70 with 16 rows of 8 heads).
-# Of 100 it is the other way, 17.4 to 16.0 with a row and 16.5 to 20.5 with 128; how many they are no host knows.
+# Of 100 it is the other way, 17.5 to 15.8 with a row and 16.8 to 20.5 with 128; how many they are no host knows.
 _FEW_ROWS, _FEW_HEADS = 32, 16
 
 

@@ -22,7 +22,7 @@ import torch
 from .one_batch_weights import draw_weights
 
 
-def keep_registered_configs() -> None:
+def _keep_registered_configs() -> None:
     """Newer transformers know models that SGLang registers as well: the first registration stays."""
     from transformers.models.auto import auto_factory, configuration_auto
 
@@ -79,7 +79,7 @@ class Worker:
     """
 
     def __init__(self, flags: list[str]) -> None:
-        keep_registered_configs()
+        _keep_registered_configs()
         from sglang.srt.plugins import load_plugins
 
         load_plugins()  # a server's processes do it; the benchmark does not

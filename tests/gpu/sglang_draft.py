@@ -24,14 +24,7 @@ from typing import Any
 import torch
 
 from sparse_pcg.bench.one_batch_model import write_model
-from sparse_pcg.bench.one_batch_worker import (
-    Worker,
-    ascending,
-    keep_registered_configs,
-    relative_l2,
-    slots_in_order,
-    tokens,
-)
+from sparse_pcg.bench.one_batch_worker import Worker, ascending, relative_l2, slots_in_order, tokens
 from sparse_pcg.bench.timing import provenance, write_json
 
 LAYERS, HEADS = 4, 8
@@ -65,16 +58,16 @@ class Drafted:
 
     @classmethod
     def build(cls) -> Drafted:
-        keep_registered_configs()
-        from sglang.srt.configs.model_config import ModelConfig
-        from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
-        from sglang.srt.model_executor.model_runner import ModelRunner
-
         folder = write_model(Path(tempfile.mkdtemp()) / "model", LAYERS, HEADS)
         config = json.loads((folder / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
         (folder / "config.json").write_text(json.dumps(config))
         flags = ["--model-path", str(folder), *_FLAGS.split()]
         worker = Worker([*flags, "--input-len", *BUCKETS, "--cuda-graph-bs-prefill", *BUCKETS])
+        # Not before: the worker lets SGLang register what Transformers knows already.
+        from sglang.srt.configs.model_config import ModelConfig
+        from sglang.srt.layers.moe.utils import speculative_moe_a2a_backend_context, speculative_moe_backend_context
+        from sglang.srt.model_executor.model_runner import ModelRunner
+
         target = worker.bench.torch_runner
         args = target.server_args
         with speculative_moe_backend_context(), speculative_moe_a2a_backend_context():
